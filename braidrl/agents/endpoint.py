@@ -32,7 +32,7 @@ from braidrl.agents.dialects.dialect import MODEL, THINK, TurnReply, TurnRequest
 from braidrl.agents.listening import BACKLOG, BoundedConnections
 from braidrl.agents.streamed_turns import TurnStream, first_stop, streamed
 from braidrl.agents.trajectory import Trajectory
-from braidrl.agents.turns import TurnTemplate
+from braidrl.agents.turns import SeenIds, TurnTemplate
 from braidrl.data.chat import ChatMessage, normal_message
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.data.token_columns import LOG_PROBS
@@ -360,8 +360,8 @@ class Endpoint:
         messages: Any = given
         known, (begin, end) = session.longest_known(messages)
         if not known:
-            return template.first(messages, asked.tools), True
-        ids = template.following(messages[known:], trajectory.tokens[end - 1], asked.tools)
+            return text_alone(template.first(messages, asked.tools)), True
+        ids = text_alone(template.following(messages[known:], trajectory.tokens[end - 1], asked.tools))
         is_last = end == len(trajectory.tokens)
         return (ids, False) if is_last else ([*trajectory.tokens[begin:end], *ids], True)
 
@@ -369,6 +369,13 @@ class Endpoint:
         """Return True if a context ends with the tag that begins reasoning."""
         tail: str = self.template.template.tokenizer.decode(context[-len(THINK) :], skip_special_tokens=False)
         return tail.rstrip().endswith(THINK)
+
+
+def text_alone(said: SeenIds) -> list[int]:
+    """Return the ids of a context. Raises UserError if it has images."""
+    if said.images:
+        raise UserError("images in messages to the endpoint are not supported; play such episodes in an environment")
+    return said.ids
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:

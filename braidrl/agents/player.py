@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.environments import Environment, called
 from braidrl.agents.trajectory import Limits, Trajectory
-from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context, outcome_of
+from braidrl.agents.turns import EnvironmentFailed, Observation, SeenIds, TurnTemplate, check_context, outcome_of
 from braidrl.algorithms.random import hashed
 from braidrl.cluster.event_loop import all_or_none
 from braidrl.data.chat import TEMPLATE
 from braidrl.data.rows import FinishReason, Rows, Uid
+from braidrl.data.vision import moved
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import SamplingParams
 from braidrl.observe.stalls import WORK
@@ -44,7 +45,9 @@ class Player(ABC):
         """Play one trajectory for each row, at most `at_once` at a time, and return them in the order of the rows."""
         free, metadata = asyncio.Semaphore(self.limits.at_once), rows["metadata"]
 
-        async def one(uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Trajectory:
+        images = rows.get("images") or [()] * len(rows)
+
+        async def one(uid: Uid, prompt: SeenIds, metadata: dict[str, Any]) -> Trajectory:
             async with free:
                 for _ in range(2):
                     trajectory = Trajectory(uid)
@@ -55,17 +58,19 @@ class Player(ABC):
                     if not trajectory.killed:
                         break
                 if not trajectory.sequence_lengths:
-                    trajectory.append(prompt, opens=True)
+                    trajectory.append(prompt.ids, opens=True, images=prompt.images)
                 self.on_finished(trajectory)
                 return trajectory
 
         async with all_or_none() as group:
-            each = zip(rows.uids(), rows["prompt"].tolist(), metadata.values, strict=True)
+            prompts = zip(rows["prompt"].tolist(), images, strict=True)
+            seen = [SeenIds(ids, moved(spans, 0)) for ids, spans in prompts]
+            each = zip(rows.uids(), seen, metadata.values, strict=True)
             tasks = [group.create_task(one(*row)) for row in each]
         return [task.result() for task in tasks]
 
     @abstractmethod
-    async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
+    async def play_one(self, trajectory: Trajectory, prompt: SeenIds, metadata: dict[str, Any]) -> None:
         """Play a row's trajectory to its end. Raises EnvironmentFailed; if it is then empty, the row has its prompt."""
 
     def example_of(self, uid: Uid, metadata: dict[str, Any], purpose: str) -> dict[str, Any]:
@@ -98,7 +103,7 @@ class AgentPlayer(Player):
     endpoint: "Endpoint"
     agent: Callable[..., Any]
 
-    async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
+    async def play_one(self, trajectory: Trajectory, prompt: SeenIds, metadata: dict[str, Any]) -> None:
         """Run a row's agent; the number or Observation that it returns is the score.
 
         An agent without a call has failed.
@@ -128,7 +133,7 @@ class EnvironmentPlayer(Player):
     columns: tuple[str, ...] = ()
     """Columns per token that the engine returns beside those of every response."""
 
-    async def play_one(self, trajectory: Trajectory, prompt: list[int], metadata: dict[str, Any]) -> None:
+    async def play_one(self, trajectory: Trajectory, prompt: SeenIds, metadata: dict[str, Any]) -> None:
         environment, limit = await self.ask(self.make), None
         try:
             example = self.example_of(trajectory.uid, metadata, self.purpose)
@@ -149,31 +154,32 @@ class EnvironmentPlayer(Player):
                     pass
 
     async def _take_turns(
-        self, trajectory: Trajectory, environment: Environment, prompt: list[int], example: dict[str, Any]
+        self, trajectory: Trajectory, environment: Environment, prompt: SeenIds, example: dict[str, Any]
     ) -> None:
         limits, tools = self.limits, getattr(environment, "tools", ())
         prompts = self.template.template.with_arguments(example.get(TEMPLATE) or {})
         template = replace(self.template, template=prompts)
         context = await self.ask(environment.reset, example)
         if context is None and not tools:
-            ids, opens = prompt, True
+            said, opens = prompt, True
         else:
             context = example["prompt"] if context is None else context
             try:
                 check_context(context)
             except TypeError as error:
                 raise EnvironmentFailed("TypeError", str(error)) from error
-            ids, opens = tokenised(template.first, context, tools), True
+            said, opens = tokenised(template.first, context, tools), True
         while True:
             sampled = await trajectory.sample_turn(
                 self.engine,
-                ids,
+                said.ids,
                 self.sampling,
                 limits.max_sequence_tokens,
                 self.purpose,
                 self.stage,
                 columns=self.columns,
                 opens=opens,
+                images=said.images,
             )
             if trajectory.finish_reason is FinishReason.ABORT:
                 return
@@ -185,19 +191,20 @@ class EnvironmentPlayer(Player):
                 return
             held, opens = trajectory.sequence, False
             if trajectory.turns < limits.max_turns and observation.restart:
-                ids = tokenised(template.first, observation.said, tools)
-                opens = ids[: len(held)] != held
-                ids = ids if opens else ids[len(held) :]
+                said, known = tokenised(template.first, observation.said, tools), trajectory.sequence_images
+                opens = said.ids[: len(held)] != held or [*said.images[: len(known)]] != known
+                rest = moved(said.images[len(known) :], -len(held))
+                said = said if opens else SeenIds(said.ids[len(held) :], rest)
             elif trajectory.turns < limits.max_turns:
-                ids = tokenised(template.following, observation.said, held[-1], tools)
-            room = limits.max_sequence_tokens - len(ids) - (0 if opens else len(held))
+                said = tokenised(template.following, observation.said, held[-1], tools)
+            room = limits.max_sequence_tokens - len(said.ids) - (0 if opens else len(held))
             if trajectory.turns >= limits.max_turns or room < 1:
                 # An observation without a turn after it is not appended.
                 trajectory.finish_reason = FinishReason.LENGTH
                 return
 
 
-def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
+def tokenised(template: Callable[..., SeenIds], *said: Any) -> SeenIds:
     """Tokenise an environment's text or messages. Raises EnvironmentFailed if the chat template refuses them."""
     try:
         return template(*said)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from braidrl.agents.turns import EnvironmentFailed
 from braidrl.algorithms.ragged import Ragged, observation_mask
-from braidrl.data.rows import Column, FinishReason, Rows, Uid
+from braidrl.data.rows import Column, FinishReason, Objects, Rows, Uid
 from braidrl.data.token_columns import VERSIONS, TokenColumn, padded, returned_columns, token_columns
+from braidrl.data.vision import ImageSpan, moved
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
@@ -47,6 +48,8 @@ class Trajectory:
     actions: list[bool] = field(default_factory=list)
     """True for each token that was sampled."""
     sequence_lengths: list[int] = field(default_factory=list)
+    images: list[ImageSpan] = field(default_factory=list)
+    """The images that some of the tokens stand for."""
     turn_lengths: list[int] = field(default_factory=list)
     """The number of tokens sampled in each turn."""
     turn_starts: list[int] = field(default_factory=list)
@@ -70,6 +73,12 @@ class Trajectory:
         return self.tokens[len(self.tokens) - self.sequence_lengths[-1] :]
 
     @property
+    def sequence_images(self) -> list[ImageSpan]:
+        """Return the images of the current sequence, counted from its first token."""
+        start = len(self.tokens) - self.sequence_lengths[-1]
+        return [span for span in moved(self.images, -start) if span.start >= 0]
+
+    @property
     def turns(self) -> int:
         return len(self.turn_lengths)
 
@@ -79,9 +88,15 @@ class Trajectory:
         return sum(self.turn_lengths)
 
     def append(
-        self, tokens: Sequence[int], *, per_token: Mapping[str, Tensor] | None = None, opens: bool = False
+        self,
+        tokens: Sequence[int],
+        *,
+        per_token: Mapping[str, Tensor] | None = None,
+        opens: bool = False,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         """Append tokens, to a new sequence if they open one; sampled tokens, which cannot, have the engine's columns.
+        `images` are counted from the first of these tokens.
 
         Raises ValueError if lengths differ, a column is missing, or a sequence starts with an action. The trajectory is
         then unchanged.
@@ -104,6 +119,7 @@ class Trajectory:
             self.sequence_lengths.append(0)
         if per_token is not None:
             self.turn_starts.append(len(self.tokens))
+        self.images += moved(images, len(self.tokens))
         self.tokens.extend(tokens)
         self.actions.extend([per_token is not None] * len(tokens))
         self.sequence_lengths[-1] += len(tokens)
@@ -132,6 +148,7 @@ class Trajectory:
         *,
         columns: tuple[str, ...] = (),
         opens: bool = False,
+        images: Sequence[ImageSpan] = (),
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[int]:
         """Append `ids`, to a new sequence if they open one, and a turn that an engine samples after them; return the
@@ -142,6 +159,7 @@ class Trajectory:
         of the engine.
         """
         context = [*ids] if opens else [*self.sequence, *ids]
+        seen = [*images] if opens else [*self.sequence_images, *moved(images, len(context) - len(ids))]
         room = max_sequence_tokens - len(context)
         if room < 1:
             raise UserError(
@@ -150,9 +168,11 @@ class Trajectory:
             )
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prompt, drawn = torch.tensor(context, dtype=torch.int64), self.action_tokens
-        request = Request(self.uid, prompt, sampling, purpose, stage, drawn, columns=columns, on_token=on_token)
+        request = Request(
+            self.uid, prompt, sampling, purpose, stage, drawn, columns=columns, images=tuple(seen), on_token=on_token
+        )
         turn = await engine.submit(request)
-        self.append(ids, opens=opens)
+        self.append(ids, opens=opens, images=images)
         self.append(turn.tokens.tolist(), per_token=turn.per_token)
         self.finish_reason = turn.finish_reason
         return turn.tokens.tolist()
@@ -178,10 +198,10 @@ class Trajectory:
 
 
 def trajectory_columns(
-    trajectories: Sequence[Trajectory], limits: Limits, columns: Sequence[str] = ()
+    trajectories: Sequence[Trajectory], limits: Limits, columns: Sequence[str] = (), sees: bool = False
 ) -> dict[str, Column]:
     """Return the columns of a generate stage with an environment, in the order of `trajectories`; `columns` are named
-    as in its requests.
+    as in its requests. A model that `sees` has the column `images` too.
 
     `prompt` holds the tokens before the first action of the first sequence, and the whole sequence if it has no action.
     """
@@ -204,11 +224,13 @@ def trajectory_columns(
     counted = [t.finish_reason is not FinishReason.ERROR for t in trajectories]
     mask, sequences = generated["action_mask"], generated["sequence_lengths"]
     assert isinstance(mask, Ragged) and isinstance(sequences, Ragged)
+    images = {"images": Objects(tuple([list(span) for span in t.images] for t in trajectories))} if sees else {}
     observed = mask.with_values(observation_mask(mask, sequences).to(torch.int64))
     return {
         "prompt": Ragged.from_rows(prompts, torch.int64),
         "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
         **generated,
+        **images,
         "score": score,
         "correct": torch.tensor(correct, dtype=torch.float32),
         "reward": score.clone(),
@@ -223,13 +245,18 @@ def trajectory_columns(
 
 
 def turn_states(trajectory: Trajectory) -> list[int]:
-    """Return a number for each turn, equal for turns before which the model saw the same tokens, from the turn before
-    or its sequence's beginning on.
+    """Return a number for each turn, equal for turns before which the model saw the same tokens and images, from the
+    turn before or its sequence's beginning on.
     """
     turns = zip(trajectory.turn_starts, trajectory.turn_lengths, strict=True)
     ends = [0, *(start + length for start, length in turns)]
-    seen = (trajectory.tokens[end:start] for end, start in zip(ends, trajectory.turn_starts, strict=False))
-    digests = (hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).digest() for tokens in seen)
+    digests = []
+    for end, start in zip(ends, trajectory.turn_starts, strict=False):
+        seen = hashlib.blake2b(array("q", trajectory.tokens[end:start]).tobytes(), digest_size=8)
+        for span in trajectory.images:
+            if end <= span.start < start:
+                seen.update(span.name.encode())
+        digests.append(seen.digest())
     return [int.from_bytes(digest, "little", signed=True) for digest in digests]
 
 

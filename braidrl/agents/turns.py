@@ -19,19 +19,29 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from braidrl.agents.tool_calls import FORMATS, as_text, call_text, format_of, tagged
 from braidrl.data.chat import MARK, TRIALS, UNREAD_TOOLS, ChatMessage, Tools, normal_message, special_tokens
+from braidrl.data.images import BrokenImage, kept_messages, names_in
 from braidrl.errors import UserError
 
 # Environments import this module, and their processes need neither torch nor templates.
 if TYPE_CHECKING:
     from braidrl.data.templates import PromptTemplate
+    from braidrl.data.vision import ImageSpan
 
 Context = str | list[ChatMessage]
 WITHOUT_READER = ("default", "inkling")
 """Renderers that do not know a family's format, or do not continue conversations."""
+
+
+class SeenIds(NamedTuple):
+    """Token ids, and the images that some of them stand for."""
+
+    ids: list[int]
+    images: "Sequence[ImageSpan]" = ()
 
 
 @dataclass(frozen=True)
@@ -44,20 +54,44 @@ class TurnTemplate:
     hidden: frozenset[int] | None = None
     """Tokens that the text of a turn leaves out; None stands for all special ones."""
 
-    def first(self, context: Context, tools: Tools = ()) -> list[int]:
+    def first(self, context: Context, tools: Tools = ()) -> SeenIds:
         """Tokenise a whole context. Raises UserError for malformed tool calls, or if the chat template refuses it."""
         if tools and not self.template.shows_tools:
             warn_of_unread_tools()
-        return self.template.encode(context if isinstance(context, str) else [*map(normal_message, context)], tools)
+        messages = self.kept(context)
+        return self.expanded(self.template.encode(messages, tools), messages)
 
-    def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
+    def kept(self, said: Context) -> Context:
+        """Return messages in the form for templates, with their images in the run's store.
+
+        Raises UserError for a broken image, and for images that the model does not see.
+        """
+        if isinstance(said, str):
+            return said
+        vision, messages = self.template.vision, [*map(normal_message, said)]
+        if vision is None:
+            if any(isinstance(message.get("content"), list) and message["content"] for message in messages):
+                raise UserError("a message has parts that are no text, and the model reads text; take one that sees")
+            return messages
+        try:
+            found: list[ChatMessage] = kept_messages(messages, vision.store, Path.cwd())
+        except BrokenImage as error:
+            raise UserError(str(error)) from None
+        return found
+
+    def expanded(self, ids: list[int], messages: Context) -> SeenIds:
+        return SeenIds(*self.template.expand(ids, names_in(messages)))
+
+    def following(self, said: Context, last_token: int, tools: Tools = ()) -> SeenIds:
         """Return the token ids from a turn's last token to the next turn.
 
         Raises UserError if the chat template refuses the messages.
         """
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else [*map(normal_message, said)]
+        kept = self.kept(said)
+        messages = [{"role": "user", "content": kept}] if isinstance(kept, str) else kept
         if not self.template.is_chat:
-            return self.template.encode_texts(["\n\n".join(message["content"] for message in messages)])[0]
+            text = "\n\n".join(map(self.template.plain_text, messages))
+            return self.expanded(self.template.encode_texts([text])[0], messages)
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
         after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
@@ -66,7 +100,7 @@ class TurnTemplate:
         end = special_tokens(self.template.tokenizer).get(last_token)
         if end and after.lstrip().startswith(end):
             after = after.lstrip().removeprefix(end)
-        return self.template.encode_texts([after])[0]
+        return self.expanded(self.template.encode_texts([after])[0], messages)
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without `hidden` ones; with `tools`, calls are in

@@ -30,7 +30,7 @@ from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.saving.folders import run_config
-from braidrl.training.loading import load_tokenizer
+from braidrl.training.loading import load_tokenizer, load_vision
 
 SHOWN = 8
 
@@ -73,7 +73,8 @@ def problem_of(config: Config, wanted: Wanted) -> Problem:
     if config.data.train and all(source.path.exists() for source in config.data.train):
         given = "response" in flow.needs_from_data()
         tokenizer = load_tokenizer(config.model)
-        sources = load_train(config.data, tokenizer, responses=given, pairs=flow.trains_on_pairs)
+        vision = load_vision(config.model, config.data.images)
+        sources = load_train(config.data, tokenizer, responses=given, pairs=flow.trains_on_pairs, vision=vision)
     lengths = batch_lengths(config, wanted.lengths, sources)
     rates = read_rates(wanted.rates) if wanted.rates is not None else {}
     names = [stage.name for stage in flow.stages]

@@ -48,6 +48,9 @@ def show_data(config: Config, console: Console | None = None) -> None:
             console.print(f"{count} records left out because {escape(reason)}")
         for column in source.facts.without_form:
             console.print(f"column {escape(column)} left out, for which JSON has no form")
+        if seen := source.facts.images:
+            ordered = sorted((int(number), count) for number, count in seen.items())
+            console.print("images a row: " + ", ".join(f"{number} in {count} rows" for number, count in ordered))
         lengths = {name: source.lengths(name) for name in ("prompt", *RESPONSES)}
         known = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
         table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
@@ -62,9 +65,22 @@ def show_data(config: Config, console: Console | None = None) -> None:
         for row_number in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
             example = source[row_number]
             write(f"── example {row_number}, record {example.line}")
-            write(tokenizer.decode(source.prompt(row_number).tolist()))
-            for name in RESPONSES:
+            spans, vision = source.images(row_number), data.vision
+            if spans is None or vision is None:
+                write(tokenizer.decode(source.prompt(row_number).tolist()))
+            else:
+                write(tokenizer.decode(vision.collapse(source.prompt(row_number).tolist(), spans[0])))
+            for number, name in enumerate(RESPONSES, start=1):
                 if (given := source.response(row_number, name)) is not None:
-                    write(f"── {name}: {tokenizer.decode(given[0].tolist())}")
+                    ids = (
+                        given[0].tolist()
+                        if not spans or vision is None
+                        else vision.collapse(given[0].tolist(), spans[number])
+                    )
+                    write(f"── {name}: {tokenizer.decode(ids)}")
+            for span in (one for part in spans or [] for one in part):
+                assert vision is not None
+                height, width = vision.store.size(span.name)
+                write(f"── image: {width} x {height} pixels, {span.tokens} tokens, {vision.store.path(span.name)}")
             if example.answer is not None:
                 write(f"── answer: {example.answer}")

@@ -9,7 +9,14 @@ from braidrl.config.config import (
     StreamingConfig,
     TrackerConfig,
 )
-from braidrl.config.data import CurriculumConfig, DataConfig, RewardConfig, SourceConfig, VerifierConfig
+from braidrl.config.data import (
+    CurriculumConfig,
+    DataConfig,
+    ImagesConfig,
+    RewardConfig,
+    SourceConfig,
+    VerifierConfig,
+)
 from braidrl.config.reading import apply_override, load_config, parse_config
 from braidrl.config.training import EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 
@@ -20,6 +27,7 @@ __all__ = [
     "DataConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "ImagesConfig",
     "LoraConfig",
     "PlacementConfig",
     "PoolConfig",

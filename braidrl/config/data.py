@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from braidrl.config.section import (
+    MOST_PIXELS,
     MOST_PROCESSES,
     MOST_ROWS,
     MOST_S,
@@ -75,6 +76,10 @@ class SourceConfig(Section):
     """
     rejected_field: str = "rejected"
     """Field with the worse response."""
+    images_field: str = "images"
+    """Field with a row's images, or one: paths (relative to the data file), bytes, data: URIs. `image` is read where it
+    is absent. They stand at the marks `<image>` in text, or at parts `{type: image}` of messages.
+    """
     tools_field: str = "tools"
     """Field with a row's tools: a list of functions as in chat templates, or the same as JSON text; null means none."""
     template_field: str = "chat_template_kwargs"
@@ -112,6 +117,23 @@ class CurriculumConfig(Section):
     """Keyword arguments for it."""
 
 
+class ImagesConfig(Section):
+    """Images in the data of a model that sees."""
+
+    folder: Path = Path("~/.cache/braid/images")
+    """Folder of the images, each under the hash of its content; processes on all machines of a run must see it."""
+    min_pixels: int | None = Field(None, ge=1, le=MOST_PIXELS)
+    """Least number of pixels to which a smaller image is enlarged; by default that of the model's image processor."""
+    max_pixels: int | None = Field(None, ge=1, le=MOST_PIXELS)
+    """Largest number of pixels to which a larger image is reduced, likewise; tokens grow with it."""
+    most_pixels: int = Field(1 << 25, ge=1, le=MOST_PIXELS)
+    """An image with more pixels counts as broken and is not decoded."""
+    broken: Literal["error", "skip"] = "error"
+    """A broken image ends the run with a line, or its record is skipped and counted."""
+    kept_mib: float = Field(512, ge=0, le=1 << 20)
+    """MiB of encoded images that each role keeps on its device while the vision tower is frozen."""
+
+
 class DataConfig(Section):
     """Sources of prompts."""
 
@@ -139,6 +161,8 @@ class DataConfig(Section):
     """Chat template arguments, such as `enable_thinking: false`; a source and a row may override them."""
     max_prompt_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
     """Maximum length of a prompt; longer prompts are dropped and counted."""
+    images: ImagesConfig = ImagesConfig()
+    """Images, for models that see."""
     shuffle: bool = True
     """Shuffle each epoch with the seed; false keeps the file's order."""
     curriculum: CurriculumConfig | None = None

@@ -15,6 +15,7 @@ MOST_S = 1e6
 """Maximum of a time limit in seconds: system calls accept at most some weeks."""
 MOST_PROCESSES = 65_536
 MOST_ROWS = 1 << 24
+MOST_PIXELS = 1 << 32
 MOST_TOKENS = 1 << 27
 MOST_STEPS = 1 << 40
 NAME_BYTES = 200

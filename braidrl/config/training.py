@@ -110,6 +110,8 @@ class TrainerConfig(Section):
     """Keyword arguments for it, as in `{momentum: 0.9}`."""
     learning_rate: float = Field(1e-6, ge=0, le=MOST_LEARNING_RATE)
     """Learning rate after warm-up."""
+    train_vision: bool = False
+    """Train the vision tower of a model that sees too; by default it is frozen, and its encoded images are kept."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after warm-up, over `steps`."""
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)

@@ -130,6 +130,13 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
     return normal
 
 
+def text_of(content: Any) -> str:
+    """Return the text of a message's content; an image is written `<image>`."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "<image>")) for part in content)
+
+
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
     """Return the tools in a value: a list of objects or one, each of them or the whole also as JSON text.
 

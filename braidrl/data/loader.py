@@ -28,6 +28,7 @@ from braidrl.data.packing import equal_share
 from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
+from braidrl.data.vision import ImageSpan, moved
 from braidrl.errors import UserError
 
 # Shares of the weights are integer multiples of 1/UNIT, so that counting is exact for any admission number.
@@ -55,12 +56,18 @@ class Admitted:
     example: Example
     prompt: Tensor
     given: tuple[tuple[Tensor, Tensor], ...] = ()
+    images: tuple[tuple[ImageSpan, ...], ...] | None = None
+    """The images of the prompt, or of the row with each given response; None if the model sees none."""
 
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
         """Make the admission of example `index` of a source, which is number `position` among the run's sources."""
         given = tuple(one for name in RESPONSES if (one := source.response(index, name)) is not None)
-        return Admitted(number, position, epoch, index, source[index], source.prompt(index), given)
+        prompt, spans, images = source.prompt(index), source.images(index), None
+        if spans is not None:
+            first, *others = spans
+            images = tuple((*first, *moved(each, len(prompt))) for each in others or [[]])
+        return Admitted(number, position, epoch, index, source[index], prompt, given, images)
 
 
 class Admissions:
@@ -182,8 +189,8 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
     Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata: the example's fields,
     "prompt", "answer", "tools" and arguments of the chat template; with given responses also response, int64 token ids,
-    and response_mask, bool, the trained tokens. A pair of given responses always makes two rows: sample 0 is the chosen
-    one and sample 1 the rejected one.
+    and response_mask, bool, the trained tokens; for a model that sees also images, their spans. A pair of given
+    responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
     """
     given = len(admitted[0].given) if admitted else 0
     samples = 2 if given == 2 else samples
@@ -201,6 +208,9 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
         "prompt_length": prompts.lengths,
         "metadata": Objects(tuple(metadata)).take(each),
     }
+    if admitted and admitted[0].images is not None:
+        spans = [[list(span) for span in one] for a in admitted for one in a.images or ()]
+        columns["images"] = Objects(tuple(spans)).take(torch.arange(len(spans)) if given == 2 else each)
     if given:
         responses = [one for a in admitted for one in a.given]
         rows = torch.arange(len(responses)) if given == 2 else each

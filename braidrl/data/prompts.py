@@ -8,6 +8,7 @@ One process writes the table of a source, by `datasets`; all processes of its ma
 pages. Its columns:
 
 example                        JSON of an `Example`
+images                         JSON of the spans of images, in the prompt and in each response; of a model that sees
 prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` are masks of the trained ones
 """
 
@@ -39,9 +40,11 @@ from torch import Tensor
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.chat import READ, UNREAD_TOOLS
 from braidrl.data.conversions import CONVERSIONS
+from braidrl.data.images import names_in
 from braidrl.data.records import place, quiet
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
+from braidrl.data.vision import ImageSpan, Vision, moved
 from braidrl.errors import UserError, located, no_room
 
 RESPONSES = ("response", "rejected")
@@ -71,6 +74,8 @@ class Facts:
     """Line of the first example without an answer, if any."""
     unanswered_fields: list[str] = field(default_factory=list)
     """Other fields of that example."""
+    images: dict[str, int] = field(default_factory=dict)
+    """Number of examples by their number of images, for a model that sees."""
     notes: dict[str, int] = field(default_factory=dict)
     """What of the examples is not used, each with the line of the first one."""
 
@@ -91,6 +96,12 @@ class LoadedSource(Sequence[Example]):
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
         return Example(*json.loads(self._columns["example"][index].as_py()))
+
+    def images(self, index: int) -> list[list[ImageSpan]] | None:
+        """Return the images in an example's prompt and in each of its given responses; None if the model sees none."""
+        if "images" not in self._columns:
+            return None
+        return [moved(spans, 0) for spans in json.loads(self._columns["images"][index].as_py())]
 
     def prompt(self, index: int) -> Tensor:
         """Return token ids (T,) int64 of an example's prompt."""
@@ -162,13 +173,14 @@ def load_train(
     responses: bool = False,
     pairs: bool = False,
     kept: Sequence[str] | None = None,
+    vision: Vision | None = None,
 ) -> list[LoadedSource]:
     """Load each source of `data.train`; `kept` are another rank's `LoadedSource.kept`. Raises UserError for none or an
     invalid file.
     """
     check_train(data)
-    template = PromptTemplate.of(tokenizer, data)
-    readings = [Reading(source, responses=responses, pairs=pairs) for source in data.training_sources]
+    template = PromptTemplate.of(tokenizer, data, vision)
+    readings = [Reading(source, responses=responses, pairs=pairs, vision=vision) for source in data.training_sources]
     places = kept if kept is not None else [None] * len(readings)
     return [load_source(one, data, template, place) for one, place in zip(readings, places, strict=True)]
 
@@ -185,12 +197,13 @@ def load_eval(
     responses: bool = False,
     pairs: bool = False,
     kept: Mapping[str, str] | None = None,
+    vision: Vision | None = None,
 ) -> dict[str, LoadedSource]:
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
-    template, found = PromptTemplate.of(tokenizer, data), {}
+    template, found = PromptTemplate.of(tokenizer, data, vision), {}
     for name, source in data.evaluation_sources.items():
         split = "test" if name in data.eval else "train"
-        reading = Reading(source, responses=responses, pairs=pairs, usual_split=split)
+        reading = Reading(source, responses=responses, pairs=pairs, usual_split=split, vision=vision)
         found[name] = load_source(reading, data, template, kept[name] if kept else None)
     return found
 
@@ -217,6 +230,7 @@ def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, ke
     folder, examples = new_folder(reading, data, template) if kept is None else (Path(kept), iter(reading))
     ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
     types = {"example": datasets.Value("large_string"), "prompt": ids}
+    types |= {"images": datasets.Value("large_string")} if template.vision else {}
     for name in RESPONSES[:given]:
         types |= {name: ids, f"{name}_trained": mask}
 
@@ -276,6 +290,8 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
             # Some templates write the date into the prompt.
             time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
             template.system_prompt,
+            template.vision.described if template.vision else "",
+            str(template.vision.store) if template.vision else "",
             repr(dict(template.arguments)),
             data.max_prompt_tokens,
             reading.responses,
@@ -337,12 +353,17 @@ def rows_of(
                 for note in unread_by(own, example, seen):
                     facts.notes.setdefault(note, example.line)
         prompts = template.encode_texts(texts, begins=not template.is_chat)
+        spans = list[list[ImageSpan]]()
+        for number, example in enumerate(batch):
+            with located(place(path, example.line)):
+                prompts[number], seen_in_prompt = template.expand(prompts[number], names_in(example.prompt))
+                spans.append(seen_in_prompt)
         for example, ids in zip(batch, prompts, strict=True):
             if not ids:
                 where = place(path, example.line)
                 raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
         facts.shortest = min(facts.shortest or len(prompts[0]), *map(len, prompts), len(prompts[0]))
-        for example, text, ids in zip(batch, texts, prompts, strict=True):
+        for example, text, ids, images in zip(batch, texts, prompts, spans, strict=True):
             if len(ids) > limit:
                 continue
             with located(place(path, example.line)):
@@ -350,7 +371,13 @@ def rows_of(
                 begin, responses = template.encode_given(example, answers, text)
                 if begin != text:
                     (ids,) = template.encode_texts([begin], begins=not template.is_chat)
+                    ids, images = template.expand(ids, names_in(example.prompt))
             row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
+            if template.vision:
+                of_row = [images, *(response.images for response in responses)]
+                row["images"] = json.dumps(of_row)
+                count = str(sum(map(len, of_row)))
+                facts.images[count] = facts.images.get(count, 0) + 1
             for name, response in zip(RESPONSES, responses, strict=False):
                 row |= {name: response.ids, f"{name}_trained": response.trained}
                 facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))

@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braidrl.config import SourceConfig
@@ -29,6 +29,7 @@ from braidrl.data.chat import (
     tools_of,
 )
 from braidrl.data.conversions import CONVERSIONS, UNIQUE
+from braidrl.data.images import IMAGE, OTHER_MEDIA, BrokenImage, image_parts, kept_messages, names_in, with_images
 from braidrl.data.records import (
     NO_FORM,
     Record,
@@ -40,6 +41,7 @@ from braidrl.data.records import (
     read_objects,
     whole_text,
 )
+from braidrl.data.vision import Vision
 from braidrl.errors import UserError, located, suggest
 from braidrl.parsing import parse_json, texts_and_numbers
 
@@ -92,13 +94,21 @@ class Reading:
     """
 
     def __init__(
-        self, source: SourceConfig, *, responses: bool = False, pairs: bool = False, usual_split: str = "train"
+        self,
+        source: SourceConfig,
+        *,
+        responses: bool = False,
+        pairs: bool = False,
+        usual_split: str = "train",
+        vision: Vision | None = None,
     ) -> None:
-        """Begin before the first record; examples need a response for `responses`, two for `pairs`.
+        """Begin before the first record; examples need a response for `responses`, two for `pairs`. Images are read
+        with a `vision`.
 
         Raises UserError without a file.
         """
         check_source(source)
+        self.vision = vision
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
         self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
         """Whether records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
@@ -164,6 +174,24 @@ class Reading:
                 f"{conversion} returned {kind_of(converted)}; return a dict, or a text that says why the record is "
                 "left out"
             )
+        try:
+            example = self._read(converted, line)
+        except BrokenImage as error:
+            if self.vision is not None and self.vision.skips_broken:
+                raise LeftOut("an image of it is broken") from None
+            raise UserError(
+                f"{place(self.source.path, line)}: {error}; or write data.images.broken=skip to leave such records out"
+            ) from None
+        if self.source.unique or self.source.convert in UNIQUE:
+            digest = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
+            if digest in self._seen:
+                raise LeftOut("the prompt was there before")
+            self._seen.add(digest)
+        return example
+
+    def _read(self, converted: Record, line: int) -> Example:
+        """Return the example of a converted record. Raises BrokenImage, and as `_example`."""
+        converted, images = self._with_kept_images(converted)
         values: Record = {}
         for key, raw in converted.items():
             name, value = whole_text(str(key)), as_json(raw)
@@ -172,12 +200,44 @@ class Reading:
             elif name not in self.without_form:
                 self.without_form.append(name)
         example = self._example(values, line)
-        if self.source.unique or self.source.convert in UNIQUE:
-            digest = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
-            if digest in self._seen:
-                raise LeftOut("the prompt was there before")
-            self._seen.add(digest)
+        if images or any(image_parts(one) for one in (example.prompt, example.response, example.rejected)):
+            return self._with_images(example, images, line)
         return example
+
+    def _with_kept_images(self, record: Record) -> tuple[Record, list[str]]:
+        """Return a record whose images are names in the store, and the names of the field for images.
+
+        Raises BrokenImage.
+        """
+        if self.vision is None:
+            return record, []
+        store, beside = self.vision.store, self.source.path.parent
+        field = self.source.images_field
+        field = field if record.get(field) is not None or "images_field" in self._named else "image"
+        for name in OTHER_MEDIA:
+            if record.get(name):
+                raise BrokenImage(f"the field {name!r} is given, and videos and sounds are not supported; remove it")
+        given = record.get(field)
+        given = [given] if given is not None and not isinstance(given, list | tuple) else given or []
+        names = [store.add(image, beside) for image in given if image is not None]
+        kept = {name: kept_messages(value, store, beside) for name, value in record.items() if name != field}
+        return ({**kept, field: names} if names else kept), names
+
+    def _with_images(self, example: Example, images: list[str], line: int) -> Example:
+        """Return the example with a record's images at their marks. Raises BrokenImage for another number of marks."""
+        given = example.prompt
+        prompt = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        response = example.response if isinstance(example.response, list) else []
+        whole, vision = with_images([*prompt, *response], images), self.vision
+        assert vision is not None
+        for name in dict.fromkeys(names_in(whole)):
+            vision.expansion(name)
+        where = place(self.source.path, line)
+        for message in whole:
+            if message["role"] == "assistant" and names_in([message]):
+                raise UserError(f"{where}: an assistant's message has an image; models say text: move it to a user's")
+        rest = whole[len(prompt) :]
+        return replace(example, prompt=whole[: len(prompt)], response=rest if response else example.response)
 
     def _example(self, record: Record, line: int) -> Example:
         """Make an example from a record of JSON values.
@@ -224,6 +284,11 @@ class Reading:
             answer = str(answer)  # verifiers compare text
         arguments = {**source.template, **own_arguments}
         for message in (m for part in (prompt, response, rejected) if isinstance(part, list) for m in part):
+            if self.vision is None and isinstance(message.get("content"), list):
+                raise UserError(
+                    f"{where}: a {message['role']}'s message has an image, and the model reads text; take a model that "
+                    "sees (docs/models.md), or leave images out by a `convert` of your own"
+                )
             if message["role"] != "assistant" and any(message.get(name) for name in TRAINED):
                 name = next(name for name in TRAINED if message.get(name))
                 self.notes.setdefault(f"{name!r} of a {message['role']}'s message; only assistants' are trained", line)
@@ -375,12 +440,15 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
             found.pop("content")
         content = found.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-        if others := sorted({str(part.get("type")) for part in parts} - {"text"}):
+        if others := sorted({str(part.get("type")) for part in parts} - {"text", IMAGE}):
             raise UserError(
                 f"{where}: 'content' of message {number} of {field!r} has parts of type {', '.join(others)}; "
-                "only text is read: leave other parts out, as in a `convert` of your own"
+                "only text and images are read: leave other parts out, as in a `convert` of your own"
             )
-        for key in ("role", "content"):
+        if any(part["type"] == "text" and not isinstance(part.get("text"), str) for part in parts):
+            raise UserError(f"{where}: a part of message {number} of {field!r} has no text; write {{type, text}}")
+        has_images = len(parts) and len(parts) == len(content or ()) and any(part["type"] == IMAGE for part in parts)
+        for key in ("role",) if has_images else ("role", "content"):
             if not isinstance(found.get(key), str):
                 said = f"is {kind_of(found[key])}" if found.get(key) is not None else "is missing"
                 raise UserError(f"{where}: {key!r} of message {number} of {field!r} {said}; write text")

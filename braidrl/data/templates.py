@@ -17,9 +17,11 @@ import torch
 from braidrl.algorithms.ragged import Ragged, join_response
 from braidrl.config import DataConfig
 from braidrl.data import chat
+from braidrl.data.images import names_in
 from braidrl.data.records import whole_text
 from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.sources import Example, Prompt, Response
+from braidrl.data.vision import ImageSpan, Vision, untrained_images
 from braidrl.errors import UserError, located
 
 RENDERED_OTHERWISE = (
@@ -32,10 +34,11 @@ OPENING = re.compile(r"(<[^<>/\s]+>)\s*\Z")
 
 
 class Given(NamedTuple):
-    """A given response as token ids, and the mask of trained ones."""
+    """A given response as token ids, the mask of trained ones, and its images."""
 
     ids: list[int]
     trained: list[bool]
+    images: Sequence[ImageSpan] = ()
 
 
 class Turn(NamedTuple):
@@ -60,13 +63,15 @@ class PromptTemplate:
     chat_template: bool = True
     system_prompt: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    vision: Vision | None = None
+    """The image processor of a model that sees."""
 
     @staticmethod
-    def of(tokenizer: Any, data: DataConfig) -> "PromptTemplate":
+    def of(tokenizer: Any, data: DataConfig, vision: Vision | None = None) -> "PromptTemplate":
         """Return the template that a configuration describes. Raises UserError for reserved arguments."""
         with located("data.template"):
             chat.template_arguments(data.template)
-        return PromptTemplate(tokenizer, data.chat_template, data.system_prompt, data.template)
+        return PromptTemplate(tokenizer, data.chat_template, data.system_prompt, data.template, vision)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "PromptTemplate":
         """Return the template with further arguments of the chat template, such as those of a row."""
@@ -144,7 +149,7 @@ class PromptTemplate:
         """Render a prompt as text. Raises UserError if the chat template refuses the messages."""
         messages = self.messages(prompt)
         if not self.is_chat:
-            return "\n\n".join(message["content"] for message in messages)
+            return "\n\n".join(map(self.plain_text, messages))
         *before, last = messages
         if last["role"] != "assistant":
             return self.apply(messages, tools, opens=True)
@@ -156,6 +161,18 @@ class PromptTemplate:
         tag = OPENING.search(opened)
         # The template may open the turn with the same tag as the turn itself.
         return (opened[: tag.start()] if tag and started.lstrip().startswith(tag[1]) else opened) + started
+
+    def plain_text(self, message: chat.ChatMessage) -> str:
+        """Return a message's content without a chat template, with a placeholder for each image."""
+        content, mark = message["content"], self.vision.placeholder if self.vision else ""
+        return content if isinstance(content, str) else "".join(part.get("text", mark) for part in content)
+
+    def expand(self, ids: list[int], images: Sequence[str]) -> tuple[list[int], list[ImageSpan]]:
+        """Return ids with the tokens of images in place of their placeholders, and where they are.
+
+        Raises UserError for another number of placeholders.
+        """
+        return self.vision.expand(ids, images) if self.vision else (ids, [])
 
     def apply(self, messages: Sequence[chat.ChatMessage], tools: chat.Tools = (), opens: bool = False) -> str:
         """Render messages, with `opens` up to the assistant's turn.
@@ -231,8 +248,12 @@ class PromptTemplate:
         prompt = min(begins, key=len, default=opened)
         if not all(begin.startswith(prompt) for begin in begins):
             raise UserError(RENDERED_OTHERWISE)
-        both = zip(begins, found, strict=True)
-        return prompt, [self._encode_turns(begin[len(prompt) :], turns) for begin, turns in both]
+        given = []
+        for response, begin, turns in zip(responses, begins, found, strict=True):
+            ids, trained, _ = self._encode_turns(begin[len(prompt) :], turns)
+            expanded, spans = self.expand(ids, names_in(response))
+            given.append(Given(expanded, untrained_images(trained, spans), spans))
+        return prompt, given
 
     def _encode_turns(self, begin: str, turns: Sequence[Turn]) -> Given:
         """Tokenise the turns of a response, whose first one continues the text `begin`."""

@@ -138,6 +138,9 @@ class EngineSpec:
     """True where a row's own random numbers must draw its tokens."""
     adapts_rows: bool = False
     """True where an engine of vLLM begins only as many of its `slots` rows as its keys and values have room for."""
+    images: dict[str, Any] | None = None
+    """The settings of `data.images`, where the model sees."""
+    train_vision: bool = False
     part: NodePart | None = None
     """The part of its process, where an engine spans several nodes."""
 

@@ -27,6 +27,7 @@ import torch
 from braidrl.cluster.local import LocalProcess, Spawned, from_server
 from braidrl.cluster.process import ProcessSpec
 from braidrl.cluster.watchdog import named
+from braidrl.config import ImagesConfig
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -37,7 +38,8 @@ from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.stalls import WORK
-from braidrl.training.loading import load_decoder, load_tokenizer
+from braidrl.training.decoders.images import ModelImages, images_of
+from braidrl.training.loading import load_decoder, load_tokenizer, load_vision
 from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice, current_device
 from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.publisher import WeightSource
@@ -332,7 +334,19 @@ def embedded_engine(spec: EngineSpec) -> SteppingEngine:
     """Load the model into an embedded engine. Raises UserError for one that cannot be used."""
     tokenizer = load_tokenizer(spec.model)
     model = load_decoder(Path(spec.model), getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
-    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, **spec.options)
+    images = engine_images(model, spec)
+    return EmbeddedEngine(
+        model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, images=images, **spec.options
+    )
+
+
+def engine_images(model: Any, spec: EngineSpec) -> ModelImages | None:
+    """Return the images of an engine's model; None if it sees none."""
+    if spec.images is None:
+        return None
+    settings = ImagesConfig(**spec.images)
+    vision = load_vision(Path(spec.model), settings)
+    return None if vision is None else images_of(model, vision, settings.kept_mib, spec.train_vision)
 
 
 def vllm_engine(spec: EngineSpec) -> SteppingEngine:

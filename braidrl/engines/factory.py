@@ -30,7 +30,7 @@ from braidrl.engines.deployment import Deployment
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, EngineSpec, ServedEngine
-from braidrl.engines.engine_process import EngineProcess
+from braidrl.engines.engine_process import EngineProcess, engine_images
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.router import EngineService, RoleEngine
@@ -39,7 +39,7 @@ from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.compute.rope import most_positions
-from braidrl.training.loading import load_decoder, read_model_config
+from braidrl.training.loading import load_decoder, load_vision, read_model_config
 from braidrl.training.lora import adapter_config
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import DTYPES, settings_of, slots_of
@@ -90,7 +90,15 @@ def start_engine(
     model, dtype = worker.shared_model if worker else None, getattr(torch, spec.dtype)
     if model is None or (rollout.dtype and model.dtype != dtype):
         model = load_decoder(spec.model, dtype, spec.device).requires_grad_(False).eval()
-    return EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, **spec.options)
+    return EmbeddedEngine(
+        model,
+        tokenizer,
+        spec.slots,
+        spec.max_sequence_tokens,
+        config.seed,
+        images=engine_images(model, spec),
+        **spec.options,
+    )
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Deployment) -> list[EngineProcess]:
@@ -217,6 +225,8 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
         options.get(rollout.engine, rollout.engine_settings),
         reproducible=rollout.is_reproducible,
         adapts_rows=rollout.slots == "auto",
+        images=config.data.images.model_dump(mode="json") if load_vision(path, config.data.images) else None,
+        train_vision=config.trainer.train_vision,
     )
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.algorithms.random import hashed
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.data.token_columns import LOG_PROBS, VERSIONS, TokenColumn, column_of, token_columns
+from braidrl.data.vision import ImageSpan
 from braidrl.errors import UserError
 
 CONTEXT = 4
@@ -81,6 +82,8 @@ class Request:
     """Number of tokens at the prompt's end that begin this response: a stop text may start among them."""
     columns: tuple[str, ...] = ()
     """Columns per token that the response must have beside those of every response, by names as `column_of` takes."""
+    images: tuple[ImageSpan, ...] = ()
+    """The images in the prompt, whose tokens are expanded."""
     on_token: Callable[[int, int], None] | None = None
     """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows
     it. When a row is restarted on another engine, the same tokens are drawn and reported again.
@@ -175,6 +178,8 @@ class EngineRow:
     """Their log-probs, in nats; the engine appends them."""
     per_token: dict[str, Tensor] = field(default_factory=dict)
     """Their values of the columns that the request names, for `finished`; the engine sets them."""
+    rope_shift: int = 0
+    """What the rope adds to positions after the prompt's images."""
     started: int = 0
     """The engine's step in which it got its slot."""
     version: int = 0

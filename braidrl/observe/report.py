@@ -5,19 +5,24 @@ rollouts/ ──▶ the same held-out prompts over time, best and worst rows ─
 Trackers get the samples of a step.
 """
 
+import base64
 import functools
+import io
 import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from braidrl.config import ImagesConfig
+from braidrl.data.images import ImageStore
 from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
@@ -62,7 +67,9 @@ HEADLINES = (("Reward", "reward/mean"), ("Response length", "response/length_mea
 MOST_STEPS = 6
 PROMPTS_PER_SET = 3
 SHOWN_CHARACTERS = 4000
-COLUMNS = ("score", "reward", "correct", "finish_reason", "metadata")
+COLUMNS = ("score", "reward", "correct", "finish_reason", "metadata", "images")
+THUMBNAIL = 96
+"""Greatest width and height of an image on the page, in pixels."""
 
 
 class Picture(NamedTuple):
@@ -149,6 +156,8 @@ class Sample:
     correct: bool | None
     finish_reason: str | None
     answer: str | None = None
+    images: list[str] = field(default_factory=list)
+    """The names of the images in the row."""
 
 
 class SampleGroup(NamedTuple):
@@ -216,6 +225,7 @@ def write_report(run: Path) -> Path:
         ],
         samples=sample_groups(run),
         longest=SHOWN_CHARACTERS,
+        thumbnail=thumbnails(config),
         other=[chart(name, [series_of]) for name, series_of in curves.items() if name not in known],
         configuration=config.read_text(encoding="utf-8") if config.is_file() else "",
         plotly=token,
@@ -223,6 +233,26 @@ def write_report(run: Path) -> Path:
     with whole_file(path) as unfinished:
         unfinished.write_bytes(html.encode().replace(token.encode(), script, 1))
     return path
+
+
+def thumbnails(config: Path) -> Callable[[str], str]:
+    """Return a function from an image's name to a small PNG as a data: URI; empty text for one that is not there."""
+    settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    images = ImagesConfig(**((settings.get("data") or {}).get("images") or {}))
+    store = ImageStore.of(images)
+
+    @functools.cache
+    def thumbnail(name: str) -> str:
+        try:
+            image = store.open(name)
+        except UserError:  # the report is read where the run's images are not
+            return ""
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        content = io.BytesIO()
+        image.save(content, "PNG")
+        return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
+
+    return thumbnail
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
@@ -311,7 +341,8 @@ def read_samples(run: Path, step: int, evaluation: str | None = None) -> list[Sa
         answer = json.loads(row.get("metadata") or "{}").get("answer")
         known = None if answer is None else whole_text(answer) if isinstance(answer, str) else json.dumps(answer)
         right, score = None if correct is None else bool(correct), row.get("score", row.get("reward"))
-        samples.append(Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known))
+        images = [name for name, _, _ in json.loads(row.get("images") or "[]")]
+        samples.append(Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known, images))
     return samples
 
 
@@ -347,16 +378,16 @@ def sample_groups(run: Path) -> list[SampleGroup]:
     """
     groups: list[SampleGroup] = []
     for name in recorded_evaluations(run):
-        chosen: dict[str, list[Sample]] = {}
+        chosen: dict[tuple[str, tuple[str, ...]], list[Sample]] = {}
         for step in spread(recorded_steps(run, name), MOST_STEPS):
-            by_prompt: dict[str, Sample] = {}
+            by_prompt: dict[tuple[str, tuple[str, ...]], Sample] = {}
             for sample in read_samples(run, step, name):
-                by_prompt.setdefault(sample.prompt, sample)
+                by_prompt.setdefault((sample.prompt, tuple(sample.images)), sample)
             chosen = chosen or {prompt: [] for prompt in list(by_prompt)[:PROMPTS_PER_SET]}
             for prompt in chosen.keys() & by_prompt.keys():
                 chosen[prompt].append(by_prompt[prompt])
         title = f"{name}: the same prompt over time"
-        groups += [SampleGroup(title, samples, prompt) for prompt, samples in chosen.items()]
+        groups += [SampleGroup(title, samples, prompt) for (prompt, _), samples in chosen.items()]
     for step in spread(recorded_steps(run), MOST_STEPS):
         if rows := best_and_worst(read_samples(run, step)):
             groups.append(SampleGroup(f"Training, step {step}", rows))

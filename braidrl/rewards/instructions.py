@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from braidrl.data.chat import text_of
 from braidrl.rewards.verifiers import Score
 
 Relation = Literal["at least", "less than"]
@@ -27,7 +28,7 @@ def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction:
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not names or len(names) != len(arguments or [{}] * len(names)):
         raise ValueError("the example has no `instruction_id_list`, or `kwargs` of another length")
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    text = prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"])
     followed = []
     for name, given in zip(names, arguments or [{}] * len(names), strict=True):
         if name not in RULES:

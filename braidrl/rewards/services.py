@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from braidrl.data.chat import text_of
 from braidrl.parsing import parse_json
 from braidrl.rewards.verifiers import Score
 
@@ -249,5 +250,5 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
 def as_text(value: Any) -> str:
     """Return text unchanged, chat messages by role, anything else as JSON."""
     if isinstance(value, list) and all(isinstance(one, dict) and "content" in one for one in value):
-        return "\n\n".join(f"{one.get('role', 'user')}: {one['content']}" for one in value)
+        return "\n\n".join(f"{one.get('role', 'user')}: {text_of(one['content'])}" for one in value)
     return value if isinstance(value, str) else json.dumps(value)

@@ -20,6 +20,7 @@ from braidrl.data.messages import Message
 from braidrl.data.packing import equal_share
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.data.token_columns import returned_columns
+from braidrl.data.vision import moved
 from braidrl.engines.requests import Response
 from braidrl.flow import Kind
 from braidrl.flow.signatures import columns_of
@@ -79,6 +80,7 @@ class RowStore:
         """Keep the sources; only the process that admits prompts has a curriculum."""
         config, sources, texts, self.flow = prepared.config, prepared.sources, prepared.texts, prepared.flow
         self.config, self.tokenizer, self.eval_sources = config, prepared.tokenizer, prepared.eval_sources
+        self.vision = prepared.vision
         # The embedding may have more rows than the tokenizer has tokens.
         self.vocabulary = max(len(self.tokenizer), int(model_settings(config.model).get("vocab_size") or 0))
         self.ends = end_ids_of(config.model.expanduser(), self.tokenizer)
@@ -136,7 +138,13 @@ class RowStore:
     def row_texts(self, rows: Rows) -> list[RowText]:
         """Return each row's prompt and response as text."""
         # The rows of a group have the same prompt.
-        ids = list(map(tuple, rows["prompt"].tolist()))
+        prompt_ids, vision = rows["prompt"].tolist(), self.vision
+        if vision is not None and "images" in rows:
+            # One placeholder for each image reads better than its tokens.
+            pairs = zip(prompt_ids, rows["images"], strict=True)
+            seen = [(prompt, [s for s in moved(spans, 0) if s.start < len(prompt)]) for prompt, spans in pairs]
+            prompt_ids = [vision.collapse(prompt, spans) for prompt, spans in seen]
+        ids = list(map(tuple, prompt_ids))
         distinct = list(dict.fromkeys(ids))
         texts = dict(zip(distinct, decoded(self.tokenizer, distinct, False), strict=True))
         prompts = [texts[one] for one in ids]

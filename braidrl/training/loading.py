@@ -1,5 +1,6 @@
 """Loaders of decoders, scalar models and tokenizers from a Hugging Face directory, without downloads."""
 
+import importlib.util
 import json
 import logging
 from collections.abc import Mapping
@@ -12,7 +13,10 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from braidrl.config import ImagesConfig
 from braidrl.data.chat import check_template
+from braidrl.data.images import ImageStore
+from braidrl.data.vision import FAMILIES, Vision
 from braidrl.errors import UserError, located, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json
@@ -255,6 +259,50 @@ def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
         for path in sorted(folder.glob("*token*.json")):
             read_object(path, TOKENIZER_BYTES)
         raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {named_error(error)}") from error
+
+
+IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+@lru_cache(maxsize=8)
+def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
+    """Return the vision of a model, or None if it sees no images: its type is not known to see, or its folder has no
+    image processor.
+
+    Raises UserError for an invalid image processor, and for sizes that it does not take.
+    """
+    folder = path.expanduser()
+    if not any((folder / name).is_file() for name in IMAGE_PROCESSORS):
+        return None
+    config = read_model_config(folder)
+    family = FAMILIES.get(config.model_type)
+    if family is None or getattr(config, "vision_config", None) is None:
+        return None
+    if importlib.util.find_spec("PIL") is None:
+        raise UserError(f"model: {folder} sees images, which needs Pillow; run `pip install pillow`")
+    try:
+        # The processors on Pillow need no torchvision.
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise UserError(f"model: the image processor in {folder} cannot be loaded: {named_error(error)}") from error
+    bounds = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
+    if named := {key: value for key, value in bounds.items() if value is not None}:
+        if not family.resizes:
+            raise UserError(
+                f"data.images.min_pixels and max_pixels: images of {config.model_type} have one size; remove them"
+            )
+        processor.size = {**dict(processor.size), **named}
+        if processor.size["shortest_edge"] > processor.size["longest_edge"]:
+            raise UserError(f"data.images: {processor.size} allows no size; write min_pixels below max_pixels")
+    token = getattr(config, family.placeholder)
+    text = load_tokenizer(folder).convert_ids_to_tokens(token)
+    if text is None:
+        raise UserError(f"model: {folder}: {family.placeholder} {token} is no token; copy the model's own tokenizer")
+    described = f"{processor.to_json_string()} {token} {config.model_type} {config.vision_config}"
+    skips = images.broken == "skip"
+    return Vision(family, processor, ImageStore.of(images), token, text, config, skips, described)
 
 
 def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:

@@ -61,6 +61,7 @@ class Likelihood:
             mask: Ragged = rows["action_mask"]
             columns["action_mask"] = mask.with_values(observation_mask(mask, rows["sequence_lengths"]))
             columns["action_tokens"] = rows["observation_tokens"]
+            columns |= {"images": rows["images"]} if "images" in rows else {}
         else:
             tokens: Ragged = rows["ptx_tokens"]
             first = torch.zeros(len(tokens.values), dtype=torch.bool)

@@ -113,7 +113,7 @@ def by_tokens(path: str, body: Callable[[list[int]], Any]) -> Callable[[str, Tur
 
         async def say(text: str) -> None:
             following = template.following(text, ids[-1]) if ids else template.first(text)
-            ids.extend(following)
+            ids.extend(following.ids)
             ids.extend((await post(url, path, body(ids)))["choices"][0]["token_ids"])
 
         return say

@@ -205,6 +205,6 @@ def test_the_end_of_a_turn_in_llama_2s_form_is_written_once() -> None:
         "{% else %} {{ m.content }} <|im_end|>{% endif %}{% endfor %}"
     )
     template = TurnTemplate(PromptTemplate(tokenizer))
-    assert tokenizer.decode(template.following("b", tokenizer.eos_token_id)) == "<s>[INST] b [/INST]"
-    cut = template.following("b", tokenizer("a")["input_ids"][0])
+    assert tokenizer.decode(template.following("b", tokenizer.eos_token_id).ids) == "<s>[INST] b [/INST]"
+    cut = template.following("b", tokenizer("a")["input_ids"][0]).ids
     assert tokenizer.decode(cut) == " <|im_end|><s>[INST] b [/INST]"

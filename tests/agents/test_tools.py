@@ -97,11 +97,11 @@ def test_a_turn_without_calls_is_the_answer() -> None:
 def test_the_chat_template_shows_the_tools_and_frames_their_results() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     template, task = turn_template(tokenizer), Task()
-    first = tokenizer.decode(template.first("6/2?", task.tools))
+    first = tokenizer.decode(template.first("6/2?", task.tools).ids)
     schemas = [json.loads(line) for line in first.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()]
     assert [schema["function"]["name"] for schema in schemas] == ["wait", "divide"]
     observation = asyncio.run(task.step(call("divide", a=6, b=2) + call("divide", a=9, b=2)))
-    assert tokenizer.decode(template.following(observation.said, tokenizer.eos_token_id, task.tools)) == (
+    assert tokenizer.decode(template.following(observation.said, tokenizer.eos_token_id, task.tools).ids) == (
         "\n<|im_start|>user\n<tool_response>\n3.0\n</tool_response>\n<tool_response>\n4.5\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )

@@ -74,10 +74,10 @@ class OwnWay(TurnTemplate):
     """Braid's own rendering, called as the library's."""
 
     def render_ids(self, messages: list[ChatMessage], *, tools: Any, add_generation_prompt: bool) -> list[int]:
-        return self.first(messages, tools or ())
+        return self.first(messages, tools or ()).ids
 
     def bridge_to_next_turn(self, prompt: list[int], sampled: list[int], said: list[ChatMessage], *, tools: Any) -> Any:
-        return SimpleNamespace(token_ids=[*prompt, *sampled, *self.following(said, sampled[-1], tools or ())])
+        return SimpleNamespace(token_ids=[*prompt, *sampled, *self.following(said, sampled[-1], tools or ()).ids])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_thinking": False}])

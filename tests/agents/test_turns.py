@@ -152,8 +152,8 @@ def test_reasoning_that_the_template_would_drop_stays_where_the_engine_saw_it() 
 def test_a_cut_turn_is_closed_and_an_ended_turn_only_once() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     template = turn_template(tokenizer)
-    ended = tokenizer.decode(template.following("higher", tokenizer.eos_token_id))
-    cut = tokenizer.decode(template.following("higher", tokenizer("a")["input_ids"][0]))
+    ended = tokenizer.decode(template.following("higher", tokenizer.eos_token_id).ids)
+    cut = tokenizer.decode(template.following("higher", tokenizer("a")["input_ids"][0]).ids)
     assert ended == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
     assert cut == "<|im_end|>" + ended
 

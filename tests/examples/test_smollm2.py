@@ -228,7 +228,7 @@ def test_a_conversation_continues_exactly_as_the_template_would_write_it(
 ) -> None:
     turns = TurnTemplate(PromptTemplate(tokenizer))
     said = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-    tokens = [*turns.first(first), *said, *turns.following(second, said[-1])]
+    tokens = [*turns.first(first).ids, *said, *turns.following(second, said[-1]).ids]
     conversation = [
         {"role": "user", "content": first},
         {"role": "assistant", "content": answer},

@@ -38,14 +38,16 @@ from braidrl.engines.embedded.native_decoder import NativeDecoder, native_decode
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates
 from braidrl.engines.embedded.speculation import Speculation
 from braidrl.engines.engine import EngineError, EngineMemory, Speculated
-from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
+from braidrl.engines.requests import EngineRow, Request, Response, SamplingParams, computed_in
 from braidrl.engines.sampling import BatchSampling, batch_sampling, sample, scaled
 from braidrl.engines.stepping import SteppingEngine
+from braidrl.errors import UserError
 from braidrl.training.compute.rope import RopeLengths
 from braidrl.training.compute.slots import Prefix, SlotCache, SlotStep, round_up
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, prefill, run_body
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of
+from braidrl.training.decoders.images import ModelImages
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
 from braidrl.weights.boxes import Slices
@@ -62,9 +64,16 @@ NEUTRAL = SamplingParams()
 """The settings of an idle slot."""
 
 
+def prompt_key(request: Request) -> bytes:
+    """Return a key that requests with the same prompt, and the same images in it, share."""
+    return b"".join(
+        [*(f"{span.name}@{span.start};".encode() for span in request.images), request.prompt.numpy().tobytes()]
+    )
+
+
 @dataclass
 class Prompts:
-    """The prompts of waiting rows, by their ids as bytes: each is computed once for all rows that begin with it, also
+    """The prompts of waiting rows, by their `prompt_key`: each is computed once for all rows that begin with it, also
     across groups.
     """
 
@@ -74,20 +83,22 @@ class Prompts:
     """The number of waiting rows with each prompt."""
     computed_tokens: int = 0
 
-    def expect(self, prompt: Tensor, rows: int = 1) -> None:
+    def expect(self, request: Request, rows: int = 1) -> None:
         """Count so many more waiting rows with this prompt, or fewer; after the last one, free its keys and values."""
-        name = prompt.numpy().tobytes()
+        name = prompt_key(request)
         self.waiting[name] += rows
         if not self.waiting[name]:
             del self.waiting[name]
             self.prefixes.pop(name, None)
 
-    def compute(self, model: PreTrainedModel, prompts: Mapping[bytes, Tensor]) -> None:
+    def compute(
+        self, model: PreTrainedModel, requests: Mapping[bytes, Request], images: ModelImages | None = None
+    ) -> None:
         """Compute the keys and values of prompts that have none yet, several in one packed forward."""
         parts: list[dict[bytes, Tensor]] = []
         held = PREFILL_TOKENS
-        for name, prompt in prompts.items():
-            ids = prompt[:-1]
+        for name, request in requests.items():
+            ids = request.prompt[:-1]
             if name in self.prefixes or not len(ids):
                 continue
             if round_up(held + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
@@ -96,7 +107,10 @@ class Prompts:
             parts[-1][name] = ids
             held += len(ids)
         for part in parts:
-            self.prefixes |= dict(zip(part, prefill(model, list(part.values()), ROW_MULTIPLE), strict=True))
+            prompts = list(part.values())
+            spans = [requests[name].images for name in part]
+            run = None if images is None else images.prefill_run(prompts, spans)
+            self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, run), strict=True))
             self.computed_tokens += sum(len(ids) for ids in part.values())
 
 
@@ -121,19 +135,20 @@ class EmbeddedEngine(SteppingEngine):
         slices: Slices | None = None,
         pipeline: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
+        images: ModelImages | None = None,
     ) -> None:
         """Make the engine, with `slices` of one rank's shard of a model: all ranks execute the same calls in the same
         order.
 
-        With `pipeline`, the ranks with other layers, the last of them draws. With `group` each rank brings requests of
-        its own.
+        `images` are those of a model that sees. With `pipeline`, the ranks with other layers, the last of them draws.
+        With `group` each rank brings requests of its own.
         """
         super().__init__(
             tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
         )
         size = model.config.get_text_config().vocab_size
         self.vocabulary = size if size < len(tokenizer) else None
-        self.model, self._slices = model, slices
+        self.model, self._slices, self._images = model, slices, images
         self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
         self._shrink = model.device.type == "cpu" if shrink is None else shrink
         self._native = native_decoder(model) if compile else None
@@ -179,6 +194,8 @@ class EmbeddedEngine(SteppingEngine):
             raise EngineError(str(error)) from error
         if self._native is not None:
             self._native.refresh()
+        if self._images is not None and self._images.tower_changes:
+            self._images.clear()
         self._prompts.prefixes.clear()
         self.version = version
 
@@ -186,7 +203,18 @@ class EmbeddedEngine(SteppingEngine):
         super()._accept(row)
         # The memory that the rows need, of those that wait too.
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
-        self._prompts.expect(row.request.prompt)
+        self._prompts.expect(row.request)
+        if row.request.images:
+            row.rope_shift = self._seen(row.request)
+
+    def _seen(self, request: Request) -> int:
+        """Return what the rope adds to positions after a prompt with images. Raises UserError if the engine sees
+        none.
+        """
+        if self._images is None:
+            raise UserError(f"row {request.uid} has images, and the engine's model sees none; take a model that sees")
+        last = self._images.placed(request.prompt, [len(request.prompt)], request.images).positions[-1]
+        return int(last.max()) + 1 - len(request.prompt)
 
     def step(self) -> list[Response]:
         """Fill free slots, then draw a token for each row, or several if guesses of them were right."""
@@ -230,21 +258,22 @@ class EmbeddedEngine(SteppingEngine):
             self._native.refresh()
         by_prompt: dict[bytes, list[int]] = {}
         for slot, row in new.items():
-            by_prompt.setdefault(row.request.prompt.numpy().tobytes(), []).append(slot)
+            by_prompt.setdefault(prompt_key(row.request), []).append(slot)
         if self._graphs is not None:
-            states = (self._states.current, self._states.position, *self._cache.tensors())
+            states = (self._states.current, self._states.position, self._states.shift, *self._cache.tensors())
             touched = (*states, *self.model.parameters(), *self.model.buffers())
             self._graphs.addresses = tuple(tensor.data_ptr() for tensor in touched)
         if self._by_rows:
             self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
         else:
-            self._prompts.compute(self.model, {name: new[own[0]].request.prompt for name, own in by_prompt.items()})
+            asked = {name: new[own[0]].request for name, own in by_prompt.items()}
+            self._prompts.compute(self.model, asked, self._images)
         for name, slots in by_prompt.items():
             if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that begin with it.
                 places = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
                 self._cache.fill(places, self._prompts.prefixes.get(name))
-            self._prompts.expect(new[slots[0]].request.prompt, -len(slots))
+            self._prompts.expect(new[slots[0]].request, -len(slots))
         for slot, row in new.items():
             row.started = self._steps
             if self.speculation is not None:
@@ -265,7 +294,10 @@ class EmbeddedEngine(SteppingEngine):
             if drawn and self._rope_lengths.kind(length) != self._rope_lengths.kind(length - 1):
                 grown[slot] = torch.cat([row.request.prompt, self._states.tokens[slot, : drawn - 1].cpu()])
         if grown:
-            for slot, prefix in zip(grown, prefill(self.model, list(grown.values()), ROW_MULTIPLE), strict=True):
+            ids = list(grown.values())
+            spans = [self._rows[slot].request.images for slot in grown]
+            run = None if self._images is None else self._images.prefill_run(ids, spans)
+            for slot, prefix in zip(grown, prefill(self.model, ids, ROW_MULTIPLE, run), strict=True):
                 self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
 
     def _decode(self) -> tuple[list[int], dict[int, list[int]]]:
@@ -345,7 +377,7 @@ class EmbeddedEngine(SteppingEngine):
         if self._by_rows:
             return logits_of(self.model, self._cohorts.hidden(states.current, states.position))
         context = SlotStep(self._cache, states.position, longest)
-        hidden = run_body(self.model, states.current[:, None], states.position[:, None], context)
+        hidden = run_body(self.model, states.current[:, None], (states.position + states.shift)[:, None], context)
         return logits_of(self.model, hidden[:, 0])
 
     def _take(self, slots: Sequence[int], aborted: bool = False) -> list[Response]:
@@ -399,7 +431,7 @@ class EmbeddedEngine(SteppingEngine):
         for row in self._waiting:
             if row.request.uid == uid:
                 self._waiting.remove(row)
-                self._prompts.expect(row.request.prompt, -1)
+                self._prompts.expect(row.request, -1)
                 nothing = torch.empty(0, dtype=torch.int64)
                 return self._done([row.finished(True, (nothing, {LOG_PROBS: nothing.to(self._log_prob_dtype)}))])[0]
         raise KeyError(f"row {uid} is not under way")

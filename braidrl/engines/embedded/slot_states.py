@@ -30,6 +30,8 @@ class SlotStates:
     """The input token of the next step."""
     position: Tensor
     """The input token's position in the sequence; 0 in an idle slot."""
+    shift: Tensor
+    """What the rope adds to positions, whose axes images shorten."""
     drawn: Tensor
     """Tokens drawn so far."""
     limit: Tensor
@@ -48,7 +50,7 @@ class SlotStates:
     @staticmethod
     def idle(slots: int, dtype: torch.dtype, device: torch.device) -> "SlotStates":
         """Make idle slots; `dtype` is that of log-probs."""
-        whole = ("current", "position", "drawn", "limit", "key", "first_draw")
+        whole = ("current", "position", "shift", "drawn", "limit", "key", "first_draw")
         return SlotStates(
             **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in whole},
             active=torch.zeros(slots, dtype=torch.bool, device=device),
@@ -76,6 +78,7 @@ class SlotStates:
         values = {
             "current": torch.stack([request.prompt[-1] for request in requests]),
             "position": torch.tensor([len(request.prompt) - 1 for request in requests]),
+            "shift": torch.tensor([row.rope_shift for row in rows.values()]),
             "drawn": torch.zeros(len(requests), dtype=torch.int64),
             "limit": torch.tensor([row.limit for row in rows.values()]),
             "active": torch.ones(len(requests), dtype=torch.bool),
@@ -90,7 +93,7 @@ class SlotStates:
     def end(self, slots: Sequence[int]) -> None:
         """Make slots idle: they take part in every step, at position 0 and without effect."""
         places = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
-        for name in ("current", "position", "drawn", "limit", "active"):
+        for name in ("current", "position", "shift", "drawn", "limit", "active"):
             getattr(self, name)[places] = 0
         self.stop_token_ids[places] = NO_TOKEN
 

@@ -33,6 +33,7 @@ from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.templates import PromptTemplate
 from braidrl.data.token_columns import VERSIONS, returned_columns
+from braidrl.data.vision import moved
 from braidrl.engines.engine import Engine
 from braidrl.engines.factory import exchange_publisher, publisher_of, start_engine
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
@@ -130,6 +131,7 @@ class Generation:
         """
         config, self.flow, self.tokenizer = prepared.config, prepared.deployment.flow, prepared.tokenizer
         self.config, self.progress, self.ranks = config, progress, ranks
+        self.vision = prepared.vision
         self.deployment = prepared.deployment
         self.checks = Checks(prepared.rewards() if checks else None, progress)
         self.engines: dict[str, RoleEngine] = {}
@@ -236,7 +238,7 @@ class Generation:
         ends.
         """
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
-        prompts = PromptTemplate.of(self.tokenizer, self.config.data)
+        prompts = PromptTemplate.of(self.tokenizer, self.config.data, self.vision)
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
         if not self.config.reward.skip_special_tokens and not stage.params["environment"].startswith(AGENTS):
             # Environments see what verifiers see. Clients of the endpoint see what servers of its protocol send.
@@ -298,7 +300,7 @@ class Generation:
             sums.add(f"environment/failures/{reason}", count)
             sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
-        return self.named(stage, trajectory_columns(played, limits, columns_of(stage)))
+        return self.named(stage, trajectory_columns(played, limits, columns_of(stage), self.vision is not None))
 
     def named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
         """Return the generated columns under the stage's names, and each row's count of reconsiderations."""
@@ -331,8 +333,11 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
     """Return a generate stage's requests to its engine, one per row."""
     sampling, purpose = sampling_of(stage, config), str(stage.params.get("purpose", "train"))
     prompts = rows["prompt"].unbind()
-    columns, pairs = columns_of(stage), zip(rows.uids(), prompts, strict=True)
-    return [Request(uid, ids, sampling, purpose, stage.name, columns=columns) for uid, ids in pairs]
+    columns, images = columns_of(stage), rows.get("images") or [()] * len(rows)
+    return [
+        Request(uid, ids, sampling, purpose, stage.name, columns=columns, images=tuple(moved(spans, 0)))
+        for uid, ids, spans in zip(rows.uids(), prompts, images, strict=True)
+    ]
 
 
 def sampling_of(stage: Stage, config: Config) -> SamplingParams:

@@ -16,8 +16,9 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import check_update_size
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
-from braidrl.flow.signatures import needs_old
+from braidrl.flow.signatures import in_namespace, needs_old
 from braidrl.flow.stages import make_stage, with_params
+from braidrl.training.loading import load_vision
 from braidrl.training.role_settings import merges_adapters, settings_of
 
 TRUNCATED = {"name": "truncated"}
@@ -49,7 +50,7 @@ def build_flow(config: Config) -> Flow:
     if needed is not None and flow.trains_on_pairs and rows is not None and rows % 2:
         raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
     check_update_size(config.trainer.prompts_per_step, samples, rows)
-    return Flow(flow.name, [resolve(stage, config) for stage in flow.stages])
+    return with_images(Flow(flow.name, [resolve(stage, config) for stage in flow.stages]), config)
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -61,7 +62,7 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     learner = (*flow.trained_roles, *flow.roles)[0]
     is_scorer = flow.trains_on_pairs and learner in flow.scalar_roles
     if is_scorer or (given_responses(flow) is not None and evaluates_given(config, learner in flow.scalar_roles)):
-        return Flow("evaluation", of_given_responses(flow, learner))
+        return with_images(Flow("evaluation", of_given_responses(flow, learner)), config)
     role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), learner)
     checks = next((s.params for s in flow.stages if s.type == "verify"), {})
     scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
@@ -75,9 +76,25 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     }
     environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
     generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
-    if environment is not None:
-        return Flow("evaluation", [generate])
-    return Flow("evaluation", [generate, make_stage("verify", "reward", scores, id="evaluation.verify")])
+    stages = [generate]
+    if environment is None:
+        stages.append(make_stage("verify", "reward", scores, id="evaluation.verify"))
+    return with_images(Flow("evaluation", stages), config)
+
+
+def with_images(flow: Flow, config: Config) -> Flow:
+    """Return the flow of a model that sees: its models read the column `images`, and environments write it too."""
+    if load_vision(config.model, config.data.images) is None:
+        return flow
+    stages = []
+    for stage in flow.stages:
+        if stage.kind in (Kind.GENERATE, Kind.INFER) or is_optimized(stage):
+            of, into = stage.params.get("of"), stage.params.get("into")
+            optional = (*stage.optional, "images", *in_namespace(of, ("images",) if of else ()))
+            writes = in_namespace(into, ("images",)) if "environment" in stage.params else ()
+            stage = replace(stage, optional=optional, writes=(*stage.writes, *writes))
+        stages.append(stage)
+    return Flow(flow.name, stages)
 
 
 def evaluates_given(config: Config, is_scalar: bool) -> bool:

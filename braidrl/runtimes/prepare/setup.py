@@ -25,6 +25,7 @@ from braidrl.data.chat import end_ids_of
 from braidrl.data.prompts import LoadedSource, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
+from braidrl.data.vision import Vision
 from braidrl.engines.deployment import MODES, Deployment
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
@@ -42,6 +43,7 @@ from braidrl.training.loading import (
     check_scorer,
     check_tokens,
     load_tokenizer,
+    load_vision,
     model_settings,
     read_model_config,
 )
@@ -49,6 +51,8 @@ from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings
 
 Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
+BLIND_AXES = ("pipeline", "tensor", "expert", "shard")
+"""Axes of a layout that images do not support."""
 logger = logging.getLogger(__name__)
 
 
@@ -65,6 +69,11 @@ class Prepared:
     sources: list[LoadedSource] = field(default_factory=list)
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
+
+    @cached_property
+    def vision(self) -> Vision | None:
+        """Return the image processor of the run's model; None if it sees no images."""
+        return load_vision(self.config.model, self.config.data.images)
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -145,15 +154,16 @@ def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: 
     """
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
     own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
+    seen: dict[str, Any] = {**own, "vision": prepared.vision}
     given, evaluated = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
     if prepared.train:
-        train_on = partial(load_train, **own, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
+        train_on = partial(load_train, **seen, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
         sources = check(train_on) or []
     held_out = (
         check(
             partial(
-                load_eval, **own, responses=evaluated, pairs=evaluated and flow.trains_on_pairs, kept=known.get("eval")
+                load_eval, **seen, responses=evaluated, pairs=evaluated and flow.trains_on_pairs, kept=known.get("eval")
             )
         )
         or {}
@@ -165,6 +175,7 @@ def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: 
     if tested and any(stage.type == "verify" for stage in prepared.evaluation.stages):
         check(lambda: check_answers(config, tested, list(config.data.evaluation_sources.values())))
     check(lambda: check_lengths(config, flow, sources, tested))
+    check(lambda: check_images(config, prepared.deployment.flow, prepared.tokenizer, [*sources, *tested]))
     every = [*sources, *tested, *([texts] if texts else [])]
     check(lambda: check_vocabulary(config, prepared.deployment.roles, prepared.tokenizer, every))
     return replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
@@ -268,6 +279,42 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
                     f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
                     f"{verifier.label!r} compares with. {hint} Set answer_field of this source."
                 )
+
+
+def check_images(
+    config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource]
+) -> None:
+    """Raise UserError for images in the data of a run that does not support them."""
+    source = next((source for source in sources if set(source.facts.images) - {"0"}), None)
+    if source is None:
+        return
+    generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
+    if generates and config.rollout.engine != "embedded":
+        raise UserError(
+            f"{source.path} has images, which rollout.engine={config.rollout.engine} does not support; write "
+            "rollout.engine=embedded"
+        )
+    for role in flow.roles:
+        own = settings_of(role, config)
+        if own.backend != "torch":
+            raise UserError(f"{source.path} has images, which the backend {own.backend} of {role} does not support")
+        if axes := [axis for axis in BLIND_AXES if getattr(own.layout, axis) not in (1, "none")]:
+            raise UserError(
+                f"{source.path} has images, which the layout of {role} does not support: {', '.join(axes)}; write the "
+                "axes data, sequence or context alone"
+            )
+        if config.trainer.train_vision and own.lora is not None and role in flow.trained_roles:
+            raise UserError(f"trainer.train_vision: {role} trains adapters of the text part alone; remove one of them")
+        if own_tokenizer(role, config, tokenizer) is not None:
+            raise UserError(
+                f"roles.{role}.model: {own.model} has another tokenizer than {config.model}, and {source.path} has "
+                "images; take a model of one family"
+            )
+        if load_vision(own.model, config.data.images) is None:
+            raise UserError(
+                f"roles.{role}.model: {own.model} sees no images, and {source.path} has some; take a model that sees "
+                "(docs/models.md)"
+            )
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:

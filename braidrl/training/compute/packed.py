@@ -39,6 +39,8 @@ from braidrl.training.compute.rope import SAME, RopeLengths
 
 Predict = Callable[..., dict[str, Tensor]]
 """Computes the predictions of a packed micro-batch by name."""
+PlaceImages = Callable[["Packed", Rows], "Packed"]
+"""Gives a packing of rows, in their order, the positions and inputs of their images."""
 OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
 """Called with a micro-batch's number and predictions; returns the loss for the backward pass, or None."""
 FILLER = 64
@@ -85,6 +87,7 @@ class Packed:
     row_ends (B,): position of each row's last token
     hidden (1, N, D): the previous pipeline rank's output; None on the first
     families: the rows that share prompts; None if each row has its own
+    model_inputs: further inputs of the model by name, which are not per token (names of images)
     context: the attention context where these are one rank's tokens of the sequences
     """
 
@@ -97,6 +100,7 @@ class Packed:
     hidden: Tensor | None = field(default=None, kw_only=True)
     families: tuple[Family, ...] | None = field(default=None, kw_only=True)
     context: AttentionContext | None = field(default=None, kw_only=True)
+    model_inputs: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @property
     def input_ids(self) -> Tensor:
@@ -104,7 +108,14 @@ class Packed:
 
     @property
     def position_ids(self) -> Tensor:
+        """Return positions (N,), or (N, axes) of a rope with several axes."""
         return self.per_token["position_ids"]
+
+    @property
+    def rope_positions(self) -> Tensor:
+        """Return positions as models take them: (1, N), or (axes, 1, N)."""
+        positions = self.position_ids
+        return positions[None] if positions.dim() == 1 else positions.T[:, None]
 
     def select(self, positions: Tensor, places: Tensor | None = None) -> Self:
         """Return the tokens at `positions` (M,), where -1 makes a filler token of zeros.
@@ -155,12 +166,19 @@ class Packed:
         families = None if self.families is None else (*self.families, *(Family(each, (), ()) for each in lengths))
         places = torch.arange(count, device=device)
         filled = self.select(torch.cat([places, places.new_full((missing,), -1)]), places)
-        filled.position_ids[count:] = torch.arange(missing, device=device) % FILLER
+        filled.position_ids[count:].T[:] = torch.arange(missing, device=device) % FILLER
         return replace(filled, sequence_lengths=(*self.sequence_lengths, *lengths), families=families)
 
 
-def pack(rows: Rows, device: torch.device, share_prompts: bool = False, rope_lengths: RopeLengths = SAME) -> Packed:
-    """Pack rows for one forward pass, with `share_prompts` each prompt once.
+def pack(
+    rows: Rows,
+    device: torch.device,
+    share_prompts: bool = False,
+    rope_lengths: RopeLengths = SAME,
+    place_images: PlaceImages | None = None,
+) -> Packed:
+    """Pack rows for one forward pass, with `share_prompts` each prompt once; `place_images` is called for rows with
+    images.
 
     Raises ValueError if an action begins a sequence.
     """
@@ -179,6 +197,8 @@ def pack(rows: Rows, device: torch.device, share_prompts: bool = False, rope_len
         offsets_of(per_row),
         tokens.offsets[1:] - 1,
     )
+    if place_images is not None and any(rows.get("images") or ()):
+        packed = place_images(packed, rows)
     if share_prompts:
         families = families_of(rows, rope_lengths)
         assert families is not None, "rows of several sequences, or without actions, share no prompts"
@@ -209,13 +229,18 @@ def families_of(rows: Rows, rope_lengths: RopeLengths = SAME) -> list[Family] | 
         return None
     offsets, actions = rows["action_mask"].offsets.tolist(), rows["action_mask"].values
     found: dict[tuple[Any, ...], list[tuple[int, int, int]]] = {}
-    tokens, groups = rows["tokens"].values, rows["group"].tolist()
+    tokens, groups, images = rows["tokens"].values, rows["group"].tolist(), rows.get("images")
     for row, (start, end) in enumerate(pairwise(offsets)):
         sampled = actions[start:end].nonzero()
         first = int(sampled[0]) if len(sampled) else 0
         if first == 0:
             return None
-        name = (groups[row], rope_lengths.kind(end - start), tokens[start : start + first].numpy().tobytes())
+        name = (
+            groups[row],
+            rope_lengths.kind(end - start),
+            tokens[start : start + first].numpy().tobytes(),
+            tuple(str(name) for name, at, _ in images[row] if at < first) if images else (),
+        )
         found.setdefault(name, []).append((row, first, end - start - first))
     return [
         Family(members[0][1], tuple(m[2] for m in members), tuple(m[0] for m in members)) for members in found.values()

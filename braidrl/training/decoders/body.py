@@ -147,10 +147,21 @@ def body_of(model: Any) -> Body:
     return Body(decoder, embedding, layers, norm)
 
 
+def use_sdpa_beside_text(model: Any) -> None:
+    """Let the towers of a model compute with transformers' SDPA: their tokens see each other in both directions."""
+    decoder, whole = decoder_of(model), base_of(model)
+    text = {id(module) for module in decoder.modules()} | {id(whole), id(model)}
+    for module in model.modules() if parts_beside_text(model) else ():
+        config: Any = getattr(module, "config", None)
+        if id(module) not in text and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "sdpa"
+
+
 def use_plan(model: Any, plan: ForwardPlan) -> None:
     """Prepare a model in place for `run_body`."""
     setattr(model, PLAN, plan)
     use_row_lengths(model)
+    use_sdpa_beside_text(model)
     model.set_experts_implementation(EXPERTS)  # where transformers lets a mixture choose one
     for module in model.modules() if plan.mixers else ():
         kind: Any = type(module)
@@ -205,17 +216,19 @@ def run_body(
     return found
 
 
-def prefill(model: Any, prompts: Sequence[Tensor], multiple: int = 1) -> list[Prefix]:
+def prefill(
+    model: Any, prompts: Sequence[Tensor], multiple: int = 1, run: Callable[..., Tensor] | None = None
+) -> list[Prefix]:
     """Compute the keys, values and states of prompts, given without their last tokens, in one packed forward pass.
 
-    The pass has a multiple of `multiple` tokens.
+    The pass has a multiple of `multiple` tokens. `run` is called in place of `run_body`, for prompts with images.
     """
     lengths = [len(ids) for ids in prompts]
     filler = -sum(lengths) % multiple
     sequences = attention.PackedSequences.of([*lengths, filler], model.device)
     packed = torch.cat([ids.to(model.device) for ids in (*prompts, torch.zeros(filler, dtype=torch.int64))])
     keeping = PrefillSequences(sequences)
-    run_body(model, packed[None], sequences.position_ids(), keeping)
+    (run or run_body)(model, packed[None], sequences.position_ids(), keeping)
     return keeping.prefixes(len(lengths))
 
 

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ from braidrl.training.decoders.body import (
     set_training,
 )
 from braidrl.training.decoders.head import predicted_log_probs
-from braidrl.training.loading import load_decoder, load_scorer
+from braidrl.training.decoders.images import ModelImages, images_of
+from braidrl.training.loading import load_decoder, load_scorer, load_vision
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides
@@ -92,6 +93,7 @@ class RoleWorker(ShardedBackend):
         # A sharded model is read part by part, except with adapters, which are initialised on the full model.
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.rope_lengths = RopeLengths.of(self.model.config)
+        self.vision = load_vision(self.path, self.config.data.images)
         self.base_shapes = shapes_of(self.model)
         # Before adapters rename layers, and before ranks drop theirs.
         files = ModelFiles(self.path, self.model)
@@ -115,7 +117,7 @@ class RoleWorker(ShardedBackend):
         self.model.to(self.device).eval()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(self.train and (not self.lora or lora.is_adapter(name)))
-        for parameter in parts_beside_text(self.model):
+        for parameter in parts_beside_text(self.model) if not self.config.trainer.train_vision or self.lora else ():
             parameter.requires_grad_(False)
         self.optimizer: MasterOptimizer | None = None
 
@@ -152,8 +154,10 @@ class RoleWorker(ShardedBackend):
 
     def hidden_states(self, packed: Packed) -> Tensor:
         """Return the output of this rank's last layer for each packed token, (N, D)."""
+        if packed.model_inputs:
+            return self.images.run_packed(packed)[0]
         ids = packed.input_ids[None] if packed.hidden is None else None
-        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)[0]
+        return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference.
@@ -180,6 +184,13 @@ class RoleWorker(ShardedBackend):
         weight = self.model.score.weight.to(dtype)
         return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
 
+    @cached_property
+    def images(self) -> ModelImages:
+        """Return the model's encoded images. Raises UserError for a model that sees none."""
+        assert self.vision is not None, f"{self.role} sees no images"
+        images, changes = self.config.data.images, self.config.trainer.train_vision
+        return images_of(self.model, self.vision, images.kept_mib, changes)
+
     def shares_prompts(self, rows: Rows) -> bool:
         return (
             self.config.trainer.share_prompts
@@ -202,7 +213,8 @@ class RoleWorker(ShardedBackend):
         found = []
         for numbers in plan:
             part = rows.take(numbers)
-            found.append(MicroBatch(numbers, part, pack(part, self.device, shares, self.rope_lengths)))
+            place = None if self.vision is None else self.images.place
+            found.append(MicroBatch(numbers, part, pack(part, self.device, shares, self.rope_lengths, place)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
         none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
         tokens, offsets = {"input_ids": one, "position_ids": one}, torch.zeros(1, dtype=torch.int64)
@@ -427,6 +439,8 @@ class RoleWorker(ShardedBackend):
                 self.optimizer.read_masters(masters, stored)
         self.weight_updates += 1
         self._nonfinite.clear()
+        if self.vision is not None:
+            self.images.clear()
 
     def optim_step(
         self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED

@@ -1,0 +1,291 @@
+"""Images: files by the hash of their content, and the forms in which data sets give them.
+
+path, bytes, {bytes, path}, data: URI ──content_of──▶ bytes ──ImageStore.add──▶ name ──ImageStore.open──▶ an RGB image
+
+Messages and rows carry names; the store is a folder that all processes of a run read. An image given as a path stays
+where it is, and the store has a link to it.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from braidrl.errors import UserError, first_line, no_room, shown
+
+if TYPE_CHECKING:
+    from braidrl.config import ImagesConfig
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are decoded; Pillow has more, and some of them start programs."""
+FILE_BYTES = 64 << 20
+"""Maximum size of an image's file."""
+KNOWN = 4096
+"""Images whose sizes a process remembers."""
+
+
+class BrokenImage(ValueError):
+    """The reason why an image cannot be used, in one line."""
+
+
+@dataclass(frozen=True)
+class ImageStore:
+    """A folder of images, each under the hash of its content."""
+
+    folder: Path
+    most_pixels: int
+    """An image with more pixels is refused before it is decoded."""
+
+    @staticmethod
+    def of(images: "ImagesConfig") -> "ImageStore":
+        return ImageStore(images.folder.expanduser(), images.most_pixels)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name[:2] / name
+
+    def add(self, given: Any, beside: Path) -> str:
+        """Keep an image, in any form that `content_of` reads, and return its name.
+
+        Raises BrokenImage for one that cannot be decoded, and UserError if the store cannot be written.
+        """
+        content, file = content_of(given, beside)
+        name = hashlib.blake2b(content, digest_size=16).hexdigest()
+        decoded(content, self.most_pixels)
+        path = self.path(name)
+        if path.is_file():
+            return name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                unfinished = Path(folder) / name
+                if file is None:
+                    unfinished.write_bytes(content)
+                else:
+                    unfinished.symlink_to(file)
+                # At once: other processes may add the same image.
+                unfinished.rename(path)
+        except OSError as error:
+            fault = no_room(error) or first_line(error)
+            raise UserError(f"data.images.folder: {self.folder} cannot be written: {fault}; name another") from error
+        return name
+
+    def content(self, name: str) -> bytes:
+        """Return the bytes of an image's file. Raises UserError if it is not there, or was changed."""
+        path = self.path(name)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            source = f", a link to {os.readlink(path)}," if path.is_symlink() else ""
+            raise UserError(
+                f"the image {path}{source} cannot be read; name a folder that all machines of the run see as "
+                "data.images.folder, and read the data again"
+            ) from None
+        if hashlib.blake2b(content, digest_size=16).hexdigest() != name:
+            raise UserError(f"the image {path.resolve()} was changed after the data were read; start the run again")
+        return content
+
+    def open(self, name: str) -> Any:
+        """Return an image as RGB, in the orientation that its camera recorded."""
+        try:
+            return decoded(self.content(name), self.most_pixels)
+        except BrokenImage as error:
+            raise UserError(f"the image {self.path(name)}: {error}") from None
+
+    def size(self, name: str) -> tuple[int, int]:
+        """Return height and width in pixels."""
+        return _size(self, name)
+
+
+@lru_cache(maxsize=KNOWN)
+def _size(store: ImageStore, name: str) -> tuple[int, int]:
+    width, height = store.open(name).size
+    return height, width
+
+
+def content_of(given: Any, beside: Path) -> tuple[bytes, Path | None]:
+    """Return an image's bytes, and its file if it was given as a path; relative ones are `beside` a data file.
+
+    Forms: bytes, a path, a file: or data: URI, {bytes, path} of `datasets`, {url}, an image of Pillow. Raises
+    BrokenImage for anything else.
+    """
+    if isinstance(given, Mapping):
+        inner = next((given[key] for key in ("bytes", "url", "path", "image") if given.get(key) is not None), None)
+        if inner is None:
+            raise BrokenImage(f"an image is {shown(dict(given))}, without `bytes` or `path`")
+        return content_of(inner, beside)
+    if isinstance(given, bytes | bytearray | memoryview):
+        return _checked(bytes(given)), None
+    if hasattr(given, "convert") and hasattr(given, "save"):
+        written = io.BytesIO()
+        given.convert("RGB").save(written, "PNG")
+        return written.getvalue(), None
+    if not isinstance(given, str | Path):
+        raise BrokenImage(f"an image is {shown(given)}; give a path, bytes or a data: URI")
+    text = str(given)
+    if text.startswith("data:"):
+        _, comma, encoded = text.partition(",")
+        try:
+            return _checked(base64.b64decode(encoded if comma else "", validate=True)), None
+        except binascii.Error as error:
+            raise BrokenImage(f"a data: URI of an image is no base64 ({error})") from None
+    scheme = urlsplit(text).scheme
+    if scheme in ("http", "https", "ftp", "s3", "gs"):
+        raise BrokenImage(f"an image is the address {shown(text)}, which is not fetched; download it and give its path")
+    path = Path(unquote(urlsplit(text).path) if scheme == "file" else text).expanduser()
+    path = (path if path.is_absolute() else beside / path).absolute()
+    try:
+        if path.stat().st_size > FILE_BYTES:
+            raise BrokenImage(f"the image {path} has {path.stat().st_size} bytes, and at most {FILE_BYTES} are read")
+        return _checked(path.read_bytes()), path
+    except (OSError, ValueError) as error:
+        if isinstance(error, BrokenImage):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise BrokenImage(f"the image {shown(str(path))} cannot be read: {reason}") from None
+
+
+def _checked(content: bytes) -> bytes:
+    if not content:
+        raise BrokenImage("an image has no bytes")
+    if len(content) > FILE_BYTES:
+        raise BrokenImage(f"an image has {len(content)} bytes, and at most {FILE_BYTES} are read")
+    return content
+
+
+def decoded(content: bytes, most_pixels: int) -> Any:
+    """Decode an image as RGB. Raises BrokenImage for one that is damaged, too large, or a video."""
+    # Imported here: runs on text need no Pillow.
+    from PIL import Image, ImageOps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
+            width, height = image.size
+            # Before anything is decoded: the header alone says how much memory it takes.
+            if width * height > most_pixels:
+                raise BrokenImage(
+                    f"an image has {width} x {height} pixels, and data.images.most_pixels is {most_pixels}"
+                )
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                raise BrokenImage(f"an image has {frames} frames, and videos are not supported; give one frame")
+            image = ImageOps.exif_transpose(image)
+            # Transparent pixels become white: a palette's or an alpha channel's own color would show otherwise.
+            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+        except BrokenImage:
+            raise
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+            raise BrokenImage(
+                f"an image has more than the {Image.MAX_IMAGE_PIXELS} pixels that Pillow decodes, and "
+                f"data.images.most_pixels is {most_pixels}"
+            ) from None
+        except Exception as error:  # of any kind: the bytes may be anything
+            raise BrokenImage(
+                f"{'an image cannot be decoded' if _is_known(error) else 'a file is no image'} ({first_line(error)}); "
+                f"give one of {', '.join(FORMATS)}"
+            ) from None
+
+
+def _is_known(error: Exception) -> bool:
+    """Return True unless Pillow knows no format for the bytes."""
+    from PIL import UnidentifiedImageError
+
+    return not isinstance(error, UnidentifiedImageError)
+
+
+IMAGE, MARK = "image", "<image>"
+"""The type of a message's part that is an image, and its mark in text."""
+OTHER_MEDIA = ("video", "videos", "audio", "audios")
+"""Fields and types of parts that are refused."""
+
+
+def image_part(name: str | None = None) -> dict[str, Any]:
+    """Return the part of a message for an image; without a name it is one of the record's images, in their order."""
+    return {"type": IMAGE} if name is None else {"type": IMAGE, IMAGE: name}
+
+
+def image_parts(messages: Any) -> list[dict[str, Any]]:
+    """Return the parts of messages that are images, in order; text has none."""
+    if not isinstance(messages, list):
+        return []
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == IMAGE]
+
+
+def names_in(messages: Any) -> list[str]:
+    """Return the names of the images in messages, in order."""
+    return [part[IMAGE] for part in image_parts(messages) if IMAGE in part]
+
+
+def kept_messages(value: Any, store: ImageStore, beside: Path) -> Any:
+    """Return messages whose images are in the store, each part {type: image, image: name}; other values unchanged.
+
+    Raises BrokenImage for a broken one, a video or a sound.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(message, Mapping) for message in value):
+        return value
+    made = []
+    for message in value:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            message = {**message, "content": [_kept_part(part, store, beside) for part in content]}
+        made.append(message)
+    return made
+
+
+def _kept_part(part: Any, store: ImageStore, beside: Path) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in (*OTHER_MEDIA, "input_audio", "audio_url", "video_url"):
+        raise BrokenImage(f"a message has a part of type {kind}, and videos and sounds are not supported; remove it")
+    if kind not in (IMAGE, "image_url"):
+        return part
+    given = next((part[key] for key in (IMAGE, "image_url", "url", "path", "bytes") if part.get(key) is not None), None)
+    return image_part(None if given is None else store.add(given, beside))
+
+
+def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return messages in which a record's images stand where marks are: `<image>` in text, or parts without a name.
+
+    Without any mark they stand before the first user's text. Raises BrokenImage for another number of marks.
+    """
+    made = [{**message, "content": _split(message.get("content"), bool(names))} for message in messages]
+    marks = [part for part in image_parts(made) if IMAGE not in part]
+    first = next((message for message in made if message.get("role") == "user"), None)
+    if names and not marks and first is not None:
+        marks = [image_part() for _ in names]
+        said = first["content"]
+        first["content"] = [*marks, *(said if isinstance(said, list) else [{"type": "text", "text": said}])]
+    if len(marks) != len(names):
+        raise BrokenImage(f"the messages have {len(marks)} marks of images, and the record has {len(names)} images")
+    for part, name in zip(marks, names, strict=True):
+        part[IMAGE] = name
+    for message, given in zip(made, messages, strict=True):
+        if "content" not in given:
+            del message["content"]
+    return made
+
+
+def _split(content: Any, has_images: bool) -> Any:
+    """Return content with parts of its own, and text with marks as parts."""
+    if isinstance(content, list):
+        return [dict(part) for part in content]
+    if not has_images or not isinstance(content, str) or MARK not in content:
+        return content
+    first, *others = content.split(MARK)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}] if first else []
+    for text in others:
+        parts += [image_part(), *([{"type": "text", "text": text}] if text else [])]
+    return parts

@@ -1,0 +1,156 @@
+"""A model's eyes: its image processor, and the tokens that stand for an image, by model family.
+
+messages ──chat template──▶ text with one placeholder per image ──tokenizer──▶ ids ──Vision.expand──▶ ids, spans
+image ──image processor──▶ pixels, as the vision tower takes them
+
+Rows keep spans: which image, and where its tokens are. Tokens that a model samples are no image, whatever their ids.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from braidrl.data.images import BrokenImage, ImageStore
+from braidrl.errors import UserError, first_line
+
+
+class ImageSpan(NamedTuple):
+    """The tokens of one image in a row: those of its id in [start, start + tokens)."""
+
+    name: str
+    start: int
+    tokens: int
+
+
+GRID = "image_grid_thw"
+Expansion = Callable[["Vision", str], list[int]]
+"""Returns the ids that stand for an image, given its name."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """How the models of a type see."""
+
+    expansion: Expansion
+    placeholder: str = "image_token_id"
+    """Setting of config.json with the id of an image's tokens."""
+    resizes: bool = False
+    """Whether the image processor keeps proportions, between a least and a largest number of pixels."""
+
+
+def merged_patches(vision: "Vision", name: str) -> list[int]:
+    """Return one token for each square of `merge_size` patches: Qwen-VL."""
+    height, width = vision.store.size(name)
+    patches = vision.processor.get_number_of_image_patches(height, width, {})
+    return [vision.token] * (patches // vision.processor.merge_size**2)
+
+
+FAMILIES: dict[str, VisionFamily] = dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    VisionFamily(merged_patches, resizes=True),
+)
+"""Model types that see, by the `model_type` of config.json."""
+
+
+@dataclass(frozen=True, eq=False)
+class Vision:
+    """The image processor of a model, joined with its tokenizer's placeholder."""
+
+    family: VisionFamily
+    processor: Any
+    """An image processor of transformers."""
+    store: ImageStore
+    token: int
+    """The id of an image's tokens, and of the placeholder that chat templates write."""
+    placeholder: str
+    """The text of that token."""
+    config: Any
+    """The model's configuration."""
+    skips_broken: bool = False
+    described: str = ""
+    """Everything that affects tokens and pixels, as text."""
+    _expansions: dict[str, list[int]] = field(default_factory=dict)
+    _grids: dict[str, Tensor] = field(default_factory=dict)
+
+    def expansion(self, name: str) -> list[int]:
+        """Return the ids that stand for an image. Raises BrokenImage if its form does not suit the processor."""
+        known = self._expansions.get(name)
+        if known is None:
+            try:
+                known = self.family.expansion(self, name)
+            except ValueError as error:
+                raise BrokenImage(f"the image {name}: {first_line(error)}") from None
+            self._expansions[name] = known
+        return known
+
+    def expand(self, ids: Sequence[int], names: Sequence[str]) -> tuple[list[int], list[ImageSpan]]:
+        """Return ids in which each placeholder is replaced by the tokens of the next image, and the images' spans.
+
+        Raises UserError if there are more or fewer placeholders than images.
+        """
+        places = [place for place, token in enumerate(ids) if token == self.token]
+        if len(places) != len(names):
+            raise UserError(
+                f"the text has {len(places)} placeholders {self.placeholder} for {len(names)} images; use a chat "
+                "template that writes one for each image, and remove others from the text"
+            )
+        made, spans, done = list[int](), list[ImageSpan](), 0
+        for place, name in zip(places, names, strict=True):
+            made += ids[done:place]
+            tokens = self.expansion(name)
+            spans.append(ImageSpan(name, len(made), len(tokens)))
+            made += tokens
+            done = place + 1
+        return [*made, *ids[done:]], spans
+
+    def collapse(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> list[int]:
+        """Invert `expand`: return ids with one placeholder for each image, as engines take them that expand them."""
+        made, done = list[int](), 0
+        for span in spans:
+            made += [*ids[done : span.start], self.token]
+            done = span.start + span.tokens
+        return [*made, *ids[done:]]
+
+    def pixels(self, name: str) -> Mapping[str, Tensor]:
+        """Return what the vision tower takes of one image."""
+        try:
+            found = self.processor(images=[self.store.open(name)], return_tensors="pt")
+        except ValueError as error:
+            raise UserError(f"the image {self.store.path(name)}: {first_line(error)}") from None
+        pixels = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        if GRID in pixels:
+            self._grids[name] = pixels[GRID]
+        return pixels
+
+    def grid(self, name: str) -> Tensor:
+        """Return the numbers of an image's patches in time, height and width, (1, 3)."""
+        if name not in self._grids:
+            self.pixels(name)
+        return self._grids[name]
+
+
+def untrained_images(trained: Sequence[bool], spans: Sequence[ImageSpan]) -> list[bool]:
+    """Return the mask of trained ids after `Vision.expand`: tokens of images are not trained."""
+    made, done = list[bool](), 0
+    for span in spans:
+        before = span.start - len(made)
+        made += [*trained[done : done + before], *[False] * span.tokens]
+        done += before + 1
+    return [*made, *trained[done:]]
+
+
+def moved(spans: Sequence[Sequence[Any]], by: int) -> list[ImageSpan]:
+    """Return spans, as read from JSON, in a row in which their tokens begin `by` tokens later."""
+    return [ImageSpan(str(name), int(start) + by, int(tokens)) for name, start, tokens in spans]
+
+
+def image_tokens(ids: Tensor, spans: Sequence[ImageSpan], token: int) -> Tensor:
+    """Return a mask (T,) of the tokens that stand for parts of images."""
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    for span in spans:
+        part = slice(span.start, span.start + span.tokens)
+        mask[part] = ids[part] == token
+    return mask

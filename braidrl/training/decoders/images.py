@@ -1,0 +1,238 @@
+"""Images in a model's forward pass: the vision tower encodes them, and their embeddings replace those of placeholders.
+
+spans of a row ──placed──▶ positions (T,) or (T, 3), and for each token its row of the encoded images
+names ──processor──▶ pixels ──vision tower──▶ embeddings (E, D) ──in place of placeholders──▶ decoder
+
+The text part runs with Braid's attention, the tower with transformers' own (SDPA), one image at a time: an image's
+embedding does not depend on what else is in a batch. While the tower is frozen a model keeps what it has encoded.
+
+Shapes: T tokens of a sequence, N tokens packed, E tokens of all images of a forward pass, D model width.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from braidrl.data.rows import Rows
+from braidrl.data.vision import ImageSpan, Vision, image_tokens, moved
+from braidrl.errors import UserError
+from braidrl.training.compute.attention import AttentionContext
+from braidrl.training.compute.packed import Packed
+from braidrl.training.decoders.body import base_of, body_of, plan_of_model, run_body
+
+IMAGES = "images"
+"""The name of the images in `Packed.model_inputs`, each once, in the order of their encoded rows."""
+IMAGE_ROWS = "image_rows"
+"""The values per token (N,) that name a row of the encoded images, counted from 1; 0 for tokens of text."""
+SEEN = "encoded_images"
+"""Attribute of a model with its `ModelImages`."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Embeddings that replace those of an embedding layer's output (1, N, D) at some tokens."""
+
+    places: Tensor
+    embeddings: Tensor
+
+
+replacing: ContextVar[Replacement | None] = ContextVar("replacing", default=None)
+"""The replacement of the current forward pass."""
+
+
+def replace_embeddings(module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+    """Put the embeddings of images into the output of an embedding layer: a forward hook."""
+    current = replacing.get()
+    if current is None:
+        return None
+    first = torch.zeros_like(current.places)
+    return output.index_put((first, current.places), current.embeddings.to(output.dtype))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the images of packed sequences are."""
+
+    positions: Tensor
+    """(N,), or (N, 3) for a rope of three axes; they begin anew in each sequence."""
+    rows: Tensor
+    """(N,): for tokens of images the row in the encoded images of `names`, counted from 1."""
+    names: tuple[str, ...]
+    """The images, each once, in the order of their rows."""
+
+
+def images_of(model: Any, vision: Vision, kept_mib: float, tower_changes: bool) -> "ModelImages":
+    """Return a model's images, made once: a trainer and an engine that share the model share them too."""
+    known: ModelImages | None = getattr(model, SEEN, None)
+    if known is None:
+        known = ModelImages(model, vision, kept_mib * 2**20, tower_changes)
+        setattr(model, SEEN, known)
+    return known
+
+
+@dataclass(eq=False)
+class ModelImages:
+    """One model's encoded images."""
+
+    model: Any
+    vision: Vision
+    kept_bytes: float
+    tower_changes: bool = False
+    """Whether the tower is trained, here or by the trainer whose weights this model gets."""
+    encoded_count: int = 0
+    """Images that the tower has encoded."""
+    _kept: OrderedDict[str, list[Tensor]] = field(default_factory=OrderedDict)
+    _held: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a model whose forward pass takes no images."""
+        if plan_of_model(self.model).by_rows:
+            raise UserError(
+                f"model: {type(self.model).__name__} runs with transformers' own attention, and images need packed "
+                "rows; leave images out of the data"
+            )
+        body_of(self.model).embedding.register_forward_hook(replace_embeddings)
+
+    def clear(self) -> None:
+        """Forget the encoded images, after the tower's weights have changed."""
+        self._kept.clear()
+        self._held = 0
+
+    def placed(self, ids: Tensor, sequence_lengths: Sequence[int], spans: Sequence[ImageSpan]) -> Placed:
+        """Return where the images of packed sequences are; `spans` are counted from the first token of all."""
+        mask = image_tokens(ids, spans, self.vision.token)
+        rows, begins, begin = torch.zeros(len(ids), dtype=torch.int64), dict[str, int](), 1
+        for span in spans:
+            part = slice(span.start, span.start + span.tokens)
+            count = int(mask[part].sum())
+            if span.name not in begins:
+                begins[span.name], begin = begin, begin + count
+            rows[part][mask[part]] = torch.arange(begins[span.name], begins[span.name] + count)
+        positions, start, starts = list[Tensor](), 0, [span.start for span in spans]
+        for length in sequence_lengths:
+            end = start + length
+            within = spans[bisect_left(starts, start) : bisect_left(starts, end)]
+            positions.append(self.positions(ids[start:end], mask[start:end], within))
+            start = end
+        return Placed(torch.cat(positions), rows, tuple(begins))
+
+    def place(self, packed: Packed, rows: Rows) -> Packed:
+        """Return a packing of rows with the positions and inputs of their images."""
+        offsets, spans = rows["tokens"].offsets.tolist(), list[ImageSpan]()
+        for begin, of_row in zip(offsets, rows["images"], strict=False):
+            spans += moved(of_row, begin)
+        placed = self.placed(packed.input_ids, packed.sequence_lengths, spans)
+        per_token = {**packed.per_token, "position_ids": placed.positions, IMAGE_ROWS: placed.rows}
+        return replace(packed, per_token=per_token, model_inputs={**packed.model_inputs, IMAGES: placed.names})
+
+    def positions(self, ids: Tensor, mask: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
+        """Return the positions of one sequence, (T,) or (T, 3), as the model's own rope counts them."""
+        whole = base_of(self.model)
+        if not hasattr(whole, "get_rope_index"):
+            return torch.arange(len(ids))
+        if not spans:
+            return torch.arange(len(ids))[:, None].expand(-1, 3)
+        grids = torch.cat([self.vision.grid(span.name) for span in spans])
+        found, _ = whole.get_rope_index(ids[None], mm_token_type_ids=mask[None].int(), image_grid_thw=grids)
+        return found[:, 0].T.contiguous()
+
+    def encoded(self, names: Sequence[str]) -> list[Tensor]:
+        """Return the embeddings (E, D) of images, in order, and those that the model adds after its first layers."""
+        parts = [self._encoded(name) for name in names]
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+    def _encoded(self, name: str) -> list[Tensor]:
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return self._kept[name]
+        with torch.set_grad_enabled(self.tower_changes and torch.is_grad_enabled()):
+            embeddings = self.encode(name)
+        expected = self.vision.expansion(name).count(self.vision.token)
+        if any(len(each) != expected for each in embeddings):
+            raise UserError(
+                f"the image {self.vision.store.path(name)} has {len(embeddings[0])} embeddings for {expected} tokens; "
+                "take the image processor of this model"
+            )
+        self.encoded_count += 1
+        if not self.tower_changes:
+            self._kept[name] = embeddings
+            self._held += sum(each.nbytes for each in embeddings)
+            while self._held > self.kept_bytes and len(self._kept) > 1:
+                _, oldest = self._kept.popitem(last=False)
+                self._held -= sum(each.nbytes for each in oldest)
+        return embeddings
+
+    def encode(self, name: str) -> list[Tensor]:
+        """Run the vision tower on one image; return its embeddings (T, D), and those for later layers."""
+        pixels = {key: value.to(self.model.device) for key, value in self.vision.pixels(name).items()}
+        for key, value in pixels.items():
+            if value.is_floating_point():
+                pixels[key] = value.to(self.model.dtype)
+        output = base_of(self.model).get_image_features(**pixels)
+        pooled, later = output.pooler_output, getattr(output, "deepstack_features", None) or []
+        return [joined(pooled), *map(joined, later)]
+
+    def run_packed(self, packed: Packed) -> Tensor:
+        """Return the last hidden states (1, N, D) of packed rows."""
+        ids = packed.input_ids[None] if packed.hidden is None else None
+        with self.seeing(packed.per_token[IMAGE_ROWS], packed.model_inputs[IMAGES]) as options:
+            return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden, **options)
+
+    def prefill_run(
+        self, prompts: Sequence[Tensor], images: Sequence[Sequence[ImageSpan]]
+    ) -> Callable[..., Tensor] | None:
+        """Return the forward pass of packed prompts with images for `prefill`; None if there are no images."""
+        if not any(images):
+            return None
+        spans, begin = list[ImageSpan](), 0
+        for prompt, of_prompt in zip(prompts, images, strict=True):
+            spans += moved(of_prompt, begin)
+            begin += len(prompt)
+        placed = self.placed(torch.cat(list(prompts)), [len(prompt) for prompt in prompts], spans)
+
+        def run(model: Any, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+            # Tokens behind the prompts are filler.
+            filler = ids.shape[1] - begin
+            rows = pad(placed.rows, (0, filler)).to(ids.device)
+            axes = placed.positions if placed.positions.dim() == 2 else placed.positions[:, None]
+            of_filler = positions[0, begin:, None].cpu().expand(-1, axes.shape[1])
+            whole = torch.cat([axes, of_filler]).T[:, None].to(ids.device)
+            with self.seeing(rows, placed.names) as options:
+                return run_body(model, ids, whole if len(whole) > 1 else whole[0], context, **options)
+
+        return run
+
+    @contextmanager
+    def seeing(self, rows: Tensor, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Let the model see images in a forward pass of tokens whose `image_rows` are `rows` (N,).
+
+        Yields further arguments of the decoder.
+        """
+        if not names:
+            yield {}
+            return
+        embeddings, *later = self.encoded(names)
+        places = rows.nonzero().flatten()
+        chosen = rows[places] - 1
+        options: dict[str, Any] = {}
+        if later:
+            options = {"visual_pos_masks": (rows > 0)[None], "deepstack_visual_embeds": [e[chosen] for e in later]}
+        token = replacing.set(Replacement(places, embeddings[chosen]))
+        try:
+            yield options
+        finally:
+            replacing.reset(token)
+
+
+def joined(features: Any) -> Tensor:
+    """Return the features of one image, (T, D), from a tensor (..., D) or several."""
+    parts = [features] if isinstance(features, Tensor) else list(features)
+    return torch.cat([part.flatten(0, -2) for part in parts])

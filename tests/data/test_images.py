@@ -1,0 +1,234 @@
+"""Images in data: every form that data sets have, marks in text and parts of messages, and broken ones."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from braidrl.config import DataConfig, ImagesConfig, SourceConfig
+from braidrl.data.images import ImageStore, names_in, with_images
+from braidrl.data.loader import PromptLoader, as_rows
+from braidrl.data.prompts import LoadedSource, load_train
+from braidrl.data.sources import Reading
+from braidrl.data.vision import Vision, moved
+from braidrl.errors import UserError
+from braidrl.training.loading import load_tokenizer, load_vision
+from tests.tiny import ROOT, load_module, write_jsonl
+
+shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
+RED = shapes.draw({0: ("square", "red")})
+BLUE = shapes.draw({4: ("circle", "blue")})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = shapes.write_model(tmp_path_factory.mktemp("seeing") / "model", 0)
+    return folder
+
+
+@pytest.fixture
+def vision(model: Path, tmp_path: Path) -> Vision:
+    found = load_vision(model, ImagesConfig(folder=tmp_path / "store"))
+    assert found is not None
+    return found
+
+
+def names(path: Path, vision: Vision, **settings: Any) -> list[list[str]]:
+    reading = Reading(SourceConfig(path=path, **settings), vision=vision)
+    return [names_in(example.prompt) for example in reading]
+
+
+def loaded(path: Path, model: Path, vision: Vision, **settings: Any) -> LoadedSource:
+    data = DataConfig(train=[SourceConfig(path=path)])
+    (source,) = load_train(data, load_tokenizer(model), vision=vision, **settings)
+    return source
+
+
+def as_uri(content: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+def test_an_image_has_one_name_in_every_form_that_data_sets_have(tmp_path: Path, vision: Vision) -> None:
+    (tmp_path / "red.png").write_bytes(RED)
+    path, uri = str(tmp_path / "red.png"), as_uri(RED)
+    said = {"type": "text", "text": "where ?"}
+    records = [
+        {"prompt": "<image>where ?", "images": ["red.png"]},
+        {"prompt": "<image>where ?", "image": path},
+        {"prompt": "<image>where ?", "images": [{"path": path, "bytes": None}]},
+        {"prompt": "where ?", "images": [uri]},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": uri}, said]}]},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}, said]}]},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, said]}], "images": [f"file://{path}"]},
+    ]
+    found = names(write_jsonl(tmp_path / "forms.jsonl", records), vision)
+    assert {tuple(each) for each in found} == {(ImageStore.of(ImagesConfig(folder=tmp_path)).add(RED, tmp_path),)}
+
+
+def test_parquet_with_undecoded_images_of_datasets_is_read_as_bytes(tmp_path: Path, vision: Vision) -> None:
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = {"prompt": ["<image>where ?", "no image"], "images": [[{"bytes": RED, "path": None}], []]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "shapes.parquet")
+    first, second = names(tmp_path / "shapes.parquet", vision)
+    assert vision.store.content(first[0]) == RED and second == []
+
+
+def test_marks_stand_where_written_and_before_the_first_user_text_without_any() -> None:
+    asked = [{"role": "system", "content": "look"}, {"role": "user", "content": "a <image> b <image>"}]
+    _, user = with_images(asked, ["x", "y"])
+    assert [part.get("text", part.get("image")) for part in user["content"]] == ["a ", "x", " b ", "y"]
+    _, user = with_images([{"role": "system", "content": "look"}, {"role": "user", "content": "hi"}], ["x"])
+    assert [part.get("text", part.get("image")) for part in user["content"]] == ["x", "hi"]
+
+
+def test_rows_of_a_group_refer_to_one_image_and_their_spans_cover_its_tokens(
+    tmp_path: Path, model: Path, vision: Vision
+) -> None:
+    records = [{"prompt": "<image>where <image>?", "images": [as_uri(RED), as_uri(BLUE)], "response": "red"}]
+    source = loaded(write_jsonl(tmp_path / "two.jsonl", records), model, vision, responses=True)
+    rows = as_rows(PromptLoader([source]).peek([0]), 64)
+    spans = rows["images"]
+    assert len(rows) == 64 and len({json.dumps(each) for each in spans.values}) == 1
+    assert len(list((tmp_path / "store").rglob("*/*"))) == 2
+    for _, start, count in spans[0]:
+        part = rows["prompt"][0][start : start + count]
+        assert count == 9 and set(part.tolist()) == {vision.token}
+    unexpanded = vision.collapse(rows["prompt"][0].tolist(), moved(spans[0], 0))
+    assert vision.expand(unexpanded, [name for name, _, _ in spans[0]])[0] == rows["prompt"][0].tolist()
+
+
+def test_conversations_with_images_in_later_turns_train_text_alone(tmp_path: Path, model: Path, vision: Vision) -> None:
+    def says(image: bytes) -> list[dict[str, Any]]:
+        return [{"type": "image", "image": as_uri(image)}, {"type": "text", "text": "where ?"}]
+
+    messages = [
+        {"role": "user", "content": says(RED)},
+        {"role": "assistant", "content": "top-left"},
+        {"role": "user", "content": says(BLUE)},
+        {"role": "assistant", "content": "middle-center"},
+    ]
+    path = write_jsonl(tmp_path / "turns.jsonl", [{"messages": messages}])
+    source = loaded(path, model, vision, responses=True)
+    rows = as_rows(PromptLoader([source]).peek([0]), 1)
+    tokens = [*rows["prompt"][0].tolist(), *rows["response"][0].tolist()]
+    (_, first, _), (_, second, count) = rows["images"][0]
+    assert first < len(rows["prompt"][0]) < second and tokens[second : second + count] == [vision.token] * count
+    trained = [
+        token
+        for token, is_trained in zip(tokens[-len(rows["response"][0]) :], rows["response_mask"][0], strict=True)
+        if is_trained
+    ]
+    assert vision.token not in trained and len(trained) == 4
+
+
+def png_header(width: int, height: int, content: bytes = b"") -> bytes:
+    """Return a gray PNG of any stated size, whose compressed content is `content`."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+
+
+def jpeg(mode: str = "RGB") -> bytes:
+    written = io.BytesIO()
+    Image.effect_noise((84, 84), 50).convert(mode).save(written, "JPEG")
+    return written.getvalue()
+
+
+def animated() -> bytes:
+    written, frames = io.BytesIO(), [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    frames[0].save(written, "GIF", save_all=True, append_images=frames[1:])
+    return written.getvalue()
+
+
+BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "truncated JPEG": (lambda: as_uri(jpeg()[:-400]), "decoded"),
+    "PNG of 100 megapixels": (lambda: as_uri(png_header(10_000, 10_000)), "most_pixels"),
+    "decompression bomb": (lambda: as_uri(png_header(1 << 16, 1 << 16, zlib.compress(bytes(1 << 20)))), "most_pixels"),
+    "animated GIF": (lambda: as_uri(animated()), "frames"),
+    "zero size": (lambda: as_uri(png_header(0, 0)), "PNG"),
+    "no bytes": (lambda: as_uri(b""), "bytes"),
+    "missing file": (lambda: "nowhere.png", "nowhere.png"),
+    "base64 garbage": (lambda: "data:image/png;base64,@@@@", "base64"),
+    "PDF": (lambda: as_uri(b"%PDF-1.7\n1 0 obj"), "PNG"),
+    "address": (lambda: "https://example.org/a.png", "download"),
+    "number": (lambda: 7, "path"),
+    "thin line": (lambda: as_uri(png_header(3000, 1, zlib.compress(bytes(3001)))), "ratio"),
+    "folder": (lambda: ".", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_image_is_one_line_or_a_counted_record(name: str, model: Path, tmp_path: Path) -> None:
+    make, key = BROKEN[name]
+    records = [{"prompt": "<image>?", "images": [as_uri(RED)]}, {"prompt": "<image>?", "images": [make()]}]
+    path = write_jsonl(tmp_path / "broken.jsonl", records)
+    vision = load_vision(model, ImagesConfig(folder=tmp_path / "store"))
+    assert vision is not None
+    with pytest.raises(UserError, match=key) as failed:
+        names(path, vision)
+    assert "line 2" in str(failed.value) and "\n" not in str(failed.value)
+    skipping = load_vision(model, ImagesConfig(folder=tmp_path / "store", broken="skip"))
+    reading = Reading(SourceConfig(path=path), vision=skipping)
+    assert len(list(reading)) == 1 and reading.left_out == {"an image of it is broken": 1}
+
+
+@pytest.mark.parametrize("marks", ["", "<image>", "<image><image><image>"])
+def test_a_wrong_count_of_marks_names_line_and_both_numbers(marks: str, vision: Vision, tmp_path: Path) -> None:
+    images = [as_uri(RED), as_uri(BLUE)] if marks else []
+    said = f"{marks}?" if marks else [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    with pytest.raises(UserError, match=r"line 1.*\d marks.*\d images"):
+        names(write_jsonl(tmp_path / "marks.jsonl", [{"prompt": said, "images": images}]), vision)
+
+
+def test_cmyk_and_transparent_images_become_rgb_on_white(vision: Vision, tmp_path: Path) -> None:
+    clear = io.BytesIO()
+    Image.new("RGBA", (84, 84), (255, 0, 0, 0)).save(clear, "PNG")
+    assert vision.store.open(vision.store.add(clear.getvalue(), tmp_path)).getpixel((5, 5)) == (255, 255, 255)
+    assert vision.store.open(vision.store.add(jpeg("CMYK"), tmp_path)).mode == "RGB"
+
+
+def test_an_image_that_changes_after_reading_ends_in_a_line(vision: Vision, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(RED)
+    name = vision.store.add("a.png", tmp_path)
+    (tmp_path / "a.png").write_bytes(BLUE)
+    with pytest.raises(UserError, match="changed"):
+        vision.store.content(name)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(UserError, match=r"data\.images\.folder"):
+        vision.store.content(name)
+
+
+@pytest.mark.parametrize("record", [{"prompt": "?", "videos": ["a.mp4"]}, {"prompt": "?", "audio": "a.wav"}])
+def test_videos_and_sounds_are_refused_in_a_line(record: dict[str, Any], vision: Vision, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not supported"):
+        names(write_jsonl(tmp_path / "media.jsonl", [record]), vision)
+
+
+def test_a_model_that_reads_text_refuses_images_in_messages(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": [{"type": "image", "image": as_uri(RED)}, {"type": "text", "text": "?"}]}]
+    with pytest.raises(UserError, match="reads text"):
+        list(Reading(SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", [{"prompt": said}]))))
+
+
+def test_pixels_follow_the_configured_bounds(model: Path, tmp_path: Path) -> None:
+    wide = io.BytesIO()
+    Image.new("RGB", (168, 84)).save(wide, "PNG")
+    for most, expected in ((None, 10), (28 * 28 * 2, 2)):
+        vision = load_vision(model, ImagesConfig(folder=tmp_path, max_pixels=most))
+        assert vision is not None
+        name = vision.store.add(wide.getvalue(), tmp_path)
+        assert len(vision.expansion(name)) == expected == int(vision.grid(name).prod()) // 4

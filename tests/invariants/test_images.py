@@ -1,0 +1,137 @@
+"""The invariants with images: every runtime one result; replay and resume; images in later turns."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braidrl.config import parse_config
+from braidrl.observe.metrics import Sums
+from braidrl.runtimes.row_store import Admission
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.folders import latest_checkpoint
+from tests.invariants.traces import assert_same, merged, run, trace
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.runtimes.spmd.ranks import run_in_ranks
+from tests.tiny import ROOT, Workshop, eager_backend, load_module, metrics_without_times, recorded, weights_of
+
+shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
+VERIFIERS = """
+def is_even(response: str) -> bool:
+    return len(response) % 2 == 0
+"""
+LOOKS = """
+from braidrl.agents.turns import Observation
+
+
+class Looks:
+    '''An environment whose second observation is an image, of the color that the example names.'''
+
+    def reset(self, example):
+        self.image, self.turns = example["shown"], 0
+
+    def step(self, text):
+        self.turns += 1
+        said = [{"type": "text", "text": "where"}, {"type": "image_url", "image_url": {"url": self.image}}]
+        return Observation([{"role": "user", "content": said}], reward=float(len(text) % 2), done=self.turns == 2)
+"""
+GRPO: dict[str, Any] = {
+    "flow": "grpo",
+    "rollout": {"samples_per_prompt": 4, "max_response_tokens": 4},
+    "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 3e-3, "checkpoint_every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tiny model that sees, and questions about drawings."""
+    made = tmp_path_factory.mktemp("seeing")
+    shapes.write_model(made / "model", 0, family="qwen3_vl")
+    shapes.write_data(made, 12, 0, "train")
+    return made
+
+
+@pytest.fixture
+def seeing(folder: Path, tmp_path: Path) -> Workshop:
+    shop = Workshop(tmp_path, folder / "model", folder / "train.jsonl")
+    (tmp_path / "even.py").write_text(VERIFIERS)
+    (tmp_path / "looks.py").write_text(LOOKS)
+    return shop
+
+
+def settings(shop: Workshop, **sections: Any) -> dict[str, Any]:
+    data = {"train": str(shop.data), "images": {"folder": str(shop.folder / "store")}}
+    return merged({**GRPO, "data": data, "reward": {"verify": f"{shop.folder}/even.py:is_even"}}, sections)
+
+
+def test_a_replay_of_recorded_rows_with_images_gives_the_runs_weights(seeing: Workshop) -> None:
+    made = seeing.run("made", **settings(seeing))
+    assert all(len(spans) == 1 for spans in recorded(made, 1)["images"].values)
+    again = seeing.run("again", replay=made, **settings(seeing))
+    first, second = weights_of(made), weights_of(again)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert "data:image/png" in (made / "report.html").read_text()
+
+
+def test_a_stopped_run_with_images_resumes_exactly(seeing: Workshop) -> None:
+    whole = seeing.run("whole", **settings(seeing))
+    seeing.run("stopped", **settings(seeing, trainer={"steps": 1}))
+    with TrainingRun(seeing.config("stopped", **settings(seeing)), resume=seeing.folder / "stopped") as resumed:
+        resumed.train()
+    assert latest_checkpoint(resumed.folder).name == latest_checkpoint(whole).name
+    assert metrics_without_times(resumed.folder) == metrics_without_times(whole)
+    first, second = weights_of(whole), weights_of(resumed.folder)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_image_in_the_second_turn_is_seen_and_its_tokens_are_trained(seeing: Workshop) -> None:
+    def shown(*colors: str) -> str:
+        images = [base64.b64encode(shapes.draw({0: ("square", color)})).decode() for color in colors]
+        records = [{"prompt": "how many ?", "shown": f"data:image/png;base64,{image}"} for image in images]
+        path = seeing.folder / f"{'-'.join(colors)}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return str(path)
+
+    found = []
+    for colors in (("red",), ("blue",)):
+        environment = {"environment": f"{seeing.folder}/looks.py:Looks", "samples_per_prompt": 2}
+        sections = settings(seeing, data={"train": shown(*colors)}, rollout=environment, dtype="float32")
+        backend = eager_backend(parse_config(seeing.tree("turns", **sections)))
+        rows = backend.read(Admission([0])).rows
+        stages = backend.executor.flow.stages
+        played = rows.with_columns(dict(backend.executor.run(stages[0], rows, Sums())))
+        worker = backend.executor.workers["actor"]
+        log_probs = worker.forward("log_probs", played)
+        assert torch.allclose(log_probs.values, played["rollout_log_probs"].values, atol=1e-5)
+        found.append(played)
+        backend.close()
+    first, second = found
+    turns = first["turn_lengths"][0].tolist()
+    ((_, start, count),) = first["images"][0]
+    assert len(turns) == 2 and start > int(first["prompt_length"][0]) and count == 9
+    # The first turn does not know the image; the first token of the second one is drawn from another distribution.
+    before, after = (played["rollout_log_probs"][0] for played in (first, second))
+    assert torch.equal(before[: turns[0]], after[: turns[0]]) and before[turns[0]] != after[turns[0]]
+
+
+@pytest.mark.soak
+def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, warm_cluster: WarmCluster) -> None:
+    expected = run(seeing, "eager", **settings(seeing))
+    for name, sections in (
+        ("hybrid", {"runtime": "hybrid", "workers": 2}),
+        ("streaming", {"runtime": "streaming"}),
+    ):
+        ours = run(seeing, name, **settings(seeing, **sections))
+        # Streaming counts waits and versions besides.
+        known = expected[0].metrics.keys()
+        ours = [replace(step, metrics={key: step.metrics[key] for key in known}) for step in ours]
+        assert_same(ours, expected)
+    tree = seeing.tree("ranks", **merged({"dtype": "float64"}, settings(seeing)), runtime="distributed", workers=2)
+    run_in_ranks([tree], 2)
+    assert_same(trace(seeing.folder / "ranks"), expected)
