@@ -168,3 +168,17 @@ def write_model(folder: Path, seed: int, layers: int = 2, width: int = 64, famil
     size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": (8 * patch) ** 2}
     Qwen2VLImageProcessorPil(size=size, patch_size=patch).save_pretrained(folder)
     return folder
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Write drawings, questions and an untrained model.")
+    parser.add_argument("--folder", type=Path, default=Path("build/vision"))
+    parser.add_argument("--train", type=int, default=3000)
+    parser.add_argument("--held-out", type=int, default=90)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    write_model(given.folder / "untrained", given.seed)
+    write_data(given.folder, given.train, given.seed + 1, "train")
+    write_data(given.folder, given.held_out, given.seed + 2, "held_out")
