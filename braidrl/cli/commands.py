@@ -284,6 +284,20 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def workers(
+    run: RunFolder,
+    more: Annotated[int, typer.Argument(metavar="+N|-N", help="How many engines join or leave.")],
+    group: Annotated[str, typer.Argument(help="Their worker group, as in streaming.workers.")] = "actor.generate",
+) -> None:
+    """Let engines join or leave a run of runtime=streaming while it runs; its result does not change."""
+    from braidrl.runtimes.streaming.resizing import ask
+
+    if not more:
+        raise UserError("braid workers: 0 engines neither join nor leave; write +1 or -1")
+    say(ask(run, more, group))
+
+
 @app.command()
 def report(run: RunFolder) -> None:
     """Write RUN/report.html: curves, and sample responses over time."""

@@ -95,7 +95,7 @@ def problem_of(config: Config, wanted: Wanted) -> Problem:
 def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
     """Return the best plans of all runtimes, fastest first. Raises UserError if the models fit on no allocation."""
     problem.check_stages()
-    until = time.monotonic() + wanted.time_limit if wanted.time_limit else None
+    until = time.monotonic() + wanted.time_limit if wanted.time_limit is not None else None
     search = Search(problem, SHOWN, until)
     found: list[Plan] = []
     if problem.cluster.size == 1:
@@ -110,9 +110,13 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
         # correction.
         given = problem.config.trainer.max_staleness
         for staleness in range(given, max(given, wanted.max_staleness or 0) + 1):
+            if search.is_over():
+                break
             trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
             config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
-            streamed = Search(replace(problem, config=config, flow=build_flow(config))).streaming(staleness)
+            late = Search(replace(problem, config=config, flow=build_flow(config)), until=until)
+            late.has_plan = bool(found)
+            streamed = late.streaming(staleness)
             found += [streamed] if streamed is not None else []
     return sorted(found, key=lambda one: one.seconds)[:SHOWN]
 

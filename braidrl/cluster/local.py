@@ -346,6 +346,9 @@ class LocalLauncher(Launcher):
         self._threads = default_threads(sum(pool.workers for pool in pools))
         self._start_engines = {pool.name for pool in pools if pool.engines}
 
+    def has_room(self, pool: str, number: int) -> bool:
+        return self._devices is None or f"{pool}-{number}" in self._table
+
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process.
 

@@ -32,8 +32,8 @@ class Failure:
     """The reason why a process did not do its task."""
 
     kind: str
-    """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, or died (ended without an
-    outcome).
+    """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, preempted (asked to leave), or
+    died (ended without an outcome).
     """
     message: str
     """Text for the user; for an error with the process's traceback."""
@@ -211,6 +211,10 @@ class Launcher(Protocol):
 
     def reserve(self, pools: "Sequence[Pool]") -> None:
         """Assign devices and threads to every process of the pools. Raises UserError if there are too few devices."""
+
+    def has_room(self, pool: str, number: int) -> bool:
+        """Return True if a process with this number in a reserved pool has its devices."""
+        return True
 
     def node_of(self, pool: str, number: int) -> str:
         """Return the name of the node that the process with this number in a pool will run on."""

@@ -70,9 +70,9 @@ def put_message(store: dist.Store, key: str, value: Any = None) -> None:
     store.set(key, pack_message(value))  # type: ignore[arg-type]  # takes bytes too
 
 
-def has_message(store: dist.Store, key: str) -> bool:
-    """Return True if a message is at a key, without waiting."""
-    return bool(store.check([key]))
+def has_message(store: dist.Store, *keys: str) -> bool:
+    """Return True if a message is at each of the keys, without waiting."""
+    return bool(store.check(list(keys)))
 
 
 def message_at(store: dist.Store, key: str, type: Any = Any) -> Any:

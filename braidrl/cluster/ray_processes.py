@@ -129,6 +129,9 @@ class RayLauncher(Launcher):
         """Assign devices as every launcher does; Ray sets each actor's share of the machine's threads."""
         self._reserved = {pool.name: places for pool, places in zip(pools, self.cluster.reserve(pools), strict=True)}
 
+    def has_room(self, pool: str, number: int) -> bool:
+        return number < len(self._reserved[pool])
+
     def node_of(self, pool: str, number: int) -> str:
         return self._reserved[pool][number].node
 

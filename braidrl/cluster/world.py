@@ -3,17 +3,19 @@
 gather      every rank's message, on every rank               (index columns: a few numbers per row)
 exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
-notices     messages without waiting: a list in the store of the process group
+rounds      sums and a minimum over all ranks, again and again, while each works
+mail        single messages between two ranks, in the store
 
-Each wait has a limit. Before it waits, a rank writes its location to the store; after a timeout the others read there
-which ranks are missing.
+Each wait has a limit. A thread of each rank writes its location to the store, at most once a second; after a timeout
+the others read there which ranks are missing.
 """
 
 import os
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,8 +29,6 @@ from braidrl.cluster.devices import own_devices
 from braidrl.cluster.process_groups import (
     all_gather_bytes,
     as_tensor,
-    count_at,
-    has_message,
     join_group,
     message_at,
     put_message,
@@ -37,40 +37,78 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
 
-HEAR_EVERY_S = 0.02
+ROUND_EVERY_S = 0.05
+"""Seconds between the rounds that a rank joins while it works."""
+LOCATE_EVERY_S = 1.0
+"""Seconds between the locations that a rank writes to the store, if its location has changed."""
+NOTHING_LEFT = 2**62
+"""The minimum of ranks without a number."""
 
 
-class Notices:
-    """Append-only message lists for all ranks. No call waits for another rank."""
+@dataclass(frozen=True)
+class RoundTotals:
+    """The totals of a round: the minimum and the sums of all ranks' numbers, and how many ranks still work."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._list = ""
-        self._told: list[str] = []
-        self._heard, self._next = 0, 0.0
+    least: int
+    sums: tuple[int, ...]
+    working: int
 
-    def begin(self, name: str) -> None:
-        """Start a new list under an unused name; the previous one is no longer read."""
-        for key in self._told:
-            self._store.delete_key(key)
-        self._list, self._told, self._heard, self._next = name, [], 0, 0.0
 
-    def tell(self, message: bytes) -> None:
-        number = count_at(self._store, f"{self._list}/count", 1) - 1
-        self._told.append(f"{self._list}/{number}")
-        put_message(self._store, self._told[-1], message)
+class Rounds:
+    """Sums and a minimum over all ranks, one round after another, while each rank works at its own pace.
 
-    def hear(self) -> Sequence[bytes]:
-        """Return all new messages since the last call, including one's own, in the same order on every rank."""
-        if (now := time.monotonic()) < self._next:
-            return ()
-        self._next = now + HEAR_EVERY_S
-        new = []
-        # `get` would block on a numbered message that is not written yet.
-        while has_message(self._store, key := f"{self._list}/{self._heard}"):
-            new.append(message_at(self._store, key, bytes))
-            self._heard += 1
-        return new
+    A round ends when every rank has joined it. It is an all-reduce of a few numbers: its cost grows with the logarithm
+    of the ranks. No other collective may be called on the world's group until `leave` has returned.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.totals: RoundTotals | None = None
+        """The totals of the last round."""
+        self._works: list[dist.Work] = []
+        self._sums, self._least = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+        self._next = 0.0
+
+    def join(self, least: int, sums: Sequence[int]) -> RoundTotals | None:
+        """Join the next round when it is time, without waiting; return the totals of a round that has just ended."""
+        if self._works and not all(work.is_completed() for work in self._works):
+            return None
+        ended = self._end() if self._works else None
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + ROUND_EVERY_S
+            self._begin(least, [*sums, 1])
+        return ended
+
+    def wait(self, least: int, sums: Sequence[int], working: bool = True) -> RoundTotals:
+        """Join the next round, and wait for its totals."""
+        if self._works:
+            self._end()
+        self._begin(least, [*sums, int(working)])
+        return self._end()
+
+    def leave(self, least: int, sums: Sequence[int]) -> RoundTotals | None:
+        """Join the next round as a rank whose work has ended; return its totals, or None after the last round."""
+        if self._works:
+            self._end()
+        if self.totals is not None and not self.totals.working:
+            return None
+        return self.wait(least, sums, working=False)
+
+    def _begin(self, least: int, sums: Sequence[int]) -> None:
+        self._sums, self._least = torch.tensor(sums), torch.tensor([least])
+        for tensor, operation in ((self._sums, dist.ReduceOp.SUM), (self._least, dist.ReduceOp.MIN)):
+            work = dist.all_reduce(tensor, operation, group=self.world.group, async_op=True)
+            assert work is not None
+            self._works.append(work)
+
+    def _end(self) -> RoundTotals:
+        with self.world.meeting("a round of all ranks"):
+            for work in self._works:
+                work.wait()
+        self._works = []
+        *sums, working = self._sums.tolist()
+        self.totals = RoundTotals(int(self._least), tuple(sums), working)
+        return self.totals
 
 
 STORE_LIMIT_S = 5.0
@@ -88,21 +126,38 @@ class World:
         """True for the rank that writes shared files."""
         self.place, self.rows = "the start", ""
         self._store, self._meetings = store, 0
-        self.notices = None if store is None else Notices(dist.PrefixStore("notices", store))
+        self._location = 0, self.place
+        self.mail = None if store is None else dist.PrefixStore("mail", store)
+        self._written: tuple[int, str] | None = None
+        """The location in the store."""
+        self._closed = threading.Event()
+        if store is not None:
+            threading.Thread(target=self._locate, name="location", daemon=True).start()
 
     def at(self, place: str) -> None:
         """Record what this rank does from now on; the text is the same on every rank."""
         self.place, self.rows = place, ""
-        if self._store is not None:
-            put_message(self._store, f"place/{self.rank}", [self._meetings, place])
+        self._location = self._meetings, place
+
+    def _locate(self) -> None:
+        """Write this rank's location to the store from time to time, until it closes or the store is gone."""
+        with suppress(RuntimeError, OSError):
+            while not self._closed.wait(LOCATE_EVERY_S):
+                self._write_location()
+
+    def _write_location(self) -> None:
+        location = self._location
+        if location != self._written:
+            assert self._store is not None
+            put_message(self._store, f"place/{self.rank}", list(location))
+            self._written = location
 
     @contextmanager
     def meeting(self, purpose: str) -> Iterator[str]:
         """Guard a collective. Raises LostPeers with the missing ranks and their locations if it fails."""
         self._meetings += 1
         where = f"{self.place}: {purpose}"
-        if self._store is not None:
-            put_message(self._store, f"place/{self.rank}", [self._meetings, where])
+        self._location = self._meetings, where
         start = time.monotonic()
         try:
             with WORK.waiting():
@@ -116,6 +171,9 @@ class World:
             # The ranks missing from this collective, and where they were last.
             late = []
             try:
+                self._write_location()
+                # By then the other ranks have written theirs.
+                time.sleep(2 * LOCATE_EVERY_S)
                 for rank in range(self.size):
                     meetings, place = message_at(self._store, f"place/{rank}", tuple[int, str])
                     if meetings < self._meetings:
@@ -183,8 +241,13 @@ class World:
             dist.broadcast(message, src=0, group=self.group)
         return unpack_message(message.numpy().tobytes())
 
+    def leave_store(self) -> None:
+        """Stop writing this rank's location."""
+        self._closed.set()
+
     def close(self) -> None:
         """Leave the group without waiting for other ranks."""
+        self.leave_store()
         if self.group is not None:
             dist.destroy_process_group()
             self.group = None

@@ -144,7 +144,9 @@ class EnvironmentConfig(SandboxConfig):
     params: dict[str, Any] = {}
     """Keyword arguments for it."""
     at_once: int = Field(64, ge=1, le=MOST_PROCESSES)
-    """Maximum number of concurrent trajectories in the whole run; each rank has an equal share, at least one."""
+    """Maximum number of concurrent trajectories in the whole run. Each rank has an equal share; if there are more
+    ranks, they play in turn.
+    """
     timeout_s: float = Field(60.0, gt=0, le=MOST_S)
     """Seconds for one answer of the environment, or an agent's whole trajectory, which otherwise ends and is counted as
     failed.

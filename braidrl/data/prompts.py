@@ -5,7 +5,13 @@ file ─Reading─▶ examples ─PromptTemplate─▶ token ids ─at most max_
                                                                                   folder/facts.json
 
 One process writes the table of a source, by `datasets`; all processes of its machine map the file and share its memory
-pages. Its columns:
+pages. Ranks write it together: each tokenises every SIZE-th batch of examples into a part of its own, machines exchange
+the parts that they lack, and all map the batches in the order of the file.
+
+    rank 0: batches 0, 2, ... ──▶ folder/part-0-of-2.arrow ─┐
+    rank 1: batches 1, 3, ... ──▶ folder/part-1-of-2.arrow ─┴─▶ batches 0, 1, 2, 3, ... ──▶ LoadedSource
+
+Its columns:
 
 example                        JSON of an `Example`
 images                         JSON of the spans of images, in the prompt and in each response; of a model that sees
@@ -19,16 +25,18 @@ import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
-from itertools import chain, islice
+from itertools import chain, count, islice
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import psutil
@@ -48,7 +56,13 @@ from braidrl.data.vision import ImageSpan, Vision, moved
 from braidrl.errors import UserError, located, no_room
 
 RESPONSES = ("response", "rejected")
-BATCH = 512
+BATCH, SHARED_BATCH, SMALL_BATCHES = 512, 64, 8
+"""Examples that are tokenised in one call; by several ranks fewer in each rank's first batches, so that small sources
+have a batch for each.
+"""
+PARTS = "parts.json"
+"""The file of a table's folder with the number of its parts and batches; absent for a table in one part."""
+EXCHANGED_BYTES = 64 << 20
 PROGRESS_AFTER_S = 2.0
 PASSING = "braid-data-"
 PACKAGES = ("datasets", "pyarrow", "transformers", "tokenizers", "jinja2")
@@ -79,17 +93,53 @@ class Facts:
     notes: dict[str, int] = field(default_factory=dict)
     """What of the examples is not used, each with the line of the first one."""
 
+    @staticmethod
+    def of_parts(parts: Sequence[Mapping[str, Any]]) -> "Facts":
+        """Return the statistics of a source from those of its parts."""
+        each = [Facts(**part) for part in parts]
+        notes = {note: min(one.notes.get(note, sys.maxsize) for one in each) for one in each for note in one.notes}
+        images = sum((Counter(one.images) for one in each), Counter[str]())
+        unanswered = min(
+            (one for one in each if one.unanswered is not None), key=lambda one: one.unanswered or 0, default=None
+        )
+        return Facts(
+            read=sum(one.read for one in each),
+            left_out=each[0].left_out,
+            without_form=each[0].without_form,
+            longest_prompt=max(one.longest_prompt for one in each),
+            longest_row=max(one.longest_row for one in each),
+            shortest=min((one.shortest for one in each if one.shortest), default=0),
+            unanswered=unanswered.unanswered if unanswered else None,
+            unanswered_fields=unanswered.unanswered_fields if unanswered else [],
+            notes=notes,
+            images=dict(images),
+        )
+
+
+class Ranks(Protocol):
+    """The ranks that load data together, such as a `World`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def gather(self, purpose: str, value: Any) -> list[Any]:
+        """Return the messages of all ranks."""
+
+    def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
+        """Return the bytes that each rank has for this one."""
+
 
 class LoadedSource(Sequence[Example]):
     """The examples of a source that passed the length filter, with their token ids, mapped from a file."""
 
-    def __init__(self, source: SourceConfig, dataset: Any, facts: Facts, folder: Path) -> None:
+    def __init__(self, source: SourceConfig, table: Any, facts: Facts, folder: Path) -> None:
         self.path, self.weight, self.facts, self.kept = source.path, source.weight, facts, str(folder)
-        self.dropped = facts.read - len(dataset)
+        self.dropped = facts.read - table.num_rows
         """Number of prompts that were too long."""
         # Reading a cell of a mapped column takes microseconds; a row through the data set takes a hundred times as
         # long.
-        self._columns = {name: dataset.data.column(name) for name in dataset.column_names}
+        self._columns = {name: table.column(name) for name in table.column_names}
 
     def __len__(self) -> int:
         return len(self._columns["example"])
@@ -174,15 +224,17 @@ def load_train(
     pairs: bool = False,
     kept: Sequence[str] | None = None,
     vision: Vision | None = None,
+    ranks: Ranks | None = None,
 ) -> list[LoadedSource]:
-    """Load each source of `data.train`; `kept` are another rank's `LoadedSource.kept`. Raises UserError for none or an
-    invalid file.
+    """Load each source of `data.train`, together with `ranks`; `kept` are another process's `LoadedSource.kept`.
+
+    Raises UserError for none or an invalid file.
     """
     check_train(data)
     template = PromptTemplate.of(tokenizer, data, vision)
     readings = [Reading(source, responses=responses, pairs=pairs, vision=vision) for source in data.training_sources]
     places = kept if kept is not None else [None] * len(readings)
-    return [load_source(one, data, template, place) for one, place in zip(readings, places, strict=True)]
+    return [load_source(one, data, template, place, ranks) for one, place in zip(readings, places, strict=True)]
 
 
 def check_train(data: DataConfig) -> None:
@@ -198,36 +250,47 @@ def load_eval(
     pairs: bool = False,
     kept: Mapping[str, str] | None = None,
     vision: Vision | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, LoadedSource]:
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
     template, found = PromptTemplate.of(tokenizer, data, vision), {}
     for name, source in data.evaluation_sources.items():
         split = "test" if name in data.eval else "train"
         reading = Reading(source, responses=responses, pairs=pairs, usual_split=split, vision=vision)
-        found[name] = load_source(reading, data, template, kept[name] if kept else None)
+        found[name] = load_source(reading, data, template, kept[name] if kept else None, ranks)
     return found
 
 
-def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None) -> LoadedSource:
+def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, ranks: Ranks | None = None) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError if there are none, or for an invalid file."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
-    return load_source(Reading(data.ptx), data, PromptTemplate(tokenizer, chat_template=False), kept)
+    return load_source(Reading(data.ptx), data, PromptTemplate(tokenizer, chat_template=False), kept, ranks)
 
 
-def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, kept: str | None = None) -> LoadedSource:
-    """Read, tokenise and filter one source, or map another process's table of it.
+def load_source(
+    reading: Reading,
+    data: DataConfig,
+    template: PromptTemplate,
+    kept: str | None = None,
+    ranks: Ranks | None = None,
+) -> LoadedSource:
+    """Read, tokenise and filter one source, alone or together with `ranks`, or map another process's table of it.
 
-    If the table is incomplete, one process writes it and the others wait. `kept` is another rank's `LoadedSource.kept`
-    of it; if this machine does not have that folder, the source is read into it. Raises UserError if the file is
-    invalid, or no prompt is short enough.
+    If the table is incomplete, one process writes it and the others wait. `kept` is another process's
+    `LoadedSource.kept` of it; if this machine does not have that folder, the source is read into it. Raises UserError
+    if the file is invalid, or no prompt is short enough.
     """
+    if kept is None and ranks is not None and ranks.size > 1:
+        return load_together(reading, data, template, ranks)
     # Imported here: it takes a second.
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     given = 2 if reading.pairs else int(reading.responses)
     folder, examples = new_folder(reading, data, template) if kept is None else (Path(kept), iter(reading))
+    if (folder / PARTS).is_file():
+        return mapped_parts(reading.source, folder)
     ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
     types = {"example": datasets.Value("large_string"), "prompt": ids}
     types |= {"images": datasets.Value("large_string")} if template.vision else {}
@@ -236,7 +299,11 @@ def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, ke
 
     def rows() -> Iterator[dict[str, Any]]:
         facts = Facts()
-        yield from rows_of(reading, examples, template, data.max_prompt_tokens, given, facts)
+        batches = iter(lambda: list(islice(examples, BATCH)), [])
+        shown = with_progress(batches, f"Tokenising {reading.source.label}")
+        for batch in rows_of(reading, shown, template, data.max_prompt_tokens, given, facts):
+            yield from batch
+        check_kept(reading, data, facts)
         (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
     # The process that created the folder of a temporary table removes it after use.
@@ -257,11 +324,171 @@ def load_source(reading: Reading, data: DataConfig, template: PromptTemplate, ke
             ) from error
         raise error.__cause__ or error from None
     facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
-    table = LoadedSource(reading.source, dataset, facts, folder)
+    table = LoadedSource(reading.source, dataset.data, facts, folder)
     if mine:
         # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
         Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
     return table
+
+
+def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, ranks: Ranks) -> LoadedSource:
+    """Load one source with other ranks: each tokenises its share of the batches.
+
+    Raises UserError in all ranks, for the first invalid example of the file.
+    """
+    purpose, temporary = f"data {reading.source.label}", Path(tempfile.gettempdir())
+    started: tuple[Path, Iterator[Example]] | None = None
+    named: dict[str, Any] = {}
+    if ranks.rank == 0:
+        try:
+            started = new_folder(reading, data, template)
+            named = {"name": started[0].name, "temporary": started[0].parent == temporary}
+        except UserError as error:
+            named = {"refused": str(error)}
+    named = ranks.gather(purpose, named)[0]
+    if "refused" in named:
+        raise UserError(named["refused"])
+    folder = (temporary if named["temporary"] else data.cache.expanduser()) / named["name"]
+    if all(ranks.gather(f"{purpose}: kept", (folder / "facts.json").is_file())):
+        return load_source(reading, data, template, str(folder))
+    mine = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        outcome = write_part(reading, started[1] if started else iter(reading), template, data, ranks, folder)
+    except UserError as error:
+        outcome = {"refused": str(error), "batch": sys.maxsize}
+    outcomes = ranks.gather(f"{purpose}: parts", outcome)
+    refused = [one for one in outcomes if "refused" in one]
+    if not refused:
+        facts = Facts.of_parts([one["facts"] for one in outcomes])
+        try:
+            check_kept(reading, data, facts)
+        except UserError as error:
+            refused = [{"refused": str(error), "batch": 0}]
+    if refused:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(min(refused, key=lambda one: one["batch"])["refused"])
+    exchange_parts(folder, ranks, purpose)
+    layout = {"parts": ranks.size, "batches": outcomes[0]["batches"]}
+    for name, value in (("facts.json", asdict(facts)), (PARTS, layout)):
+        # Ranks of one machine write the same file.
+        own = folder / f"{name}.{ranks.rank}"
+        own.write_text(json.dumps(value), encoding="utf-8")
+        own.replace(folder / name)
+    table = mapped_parts(reading.source, folder)
+    if mine and named["temporary"]:
+        Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
+    return table
+
+
+def part_of(folder: Path, rank: int, size: int) -> Path:
+    return folder / f"part-{rank}-of-{size}.arrow"
+
+
+def write_part(
+    reading: Reading,
+    examples: Iterator[Example],
+    template: PromptTemplate,
+    data: DataConfig,
+    ranks: Ranks,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write a rank's batches of a source, and return the statistics and the number of all batches; or the refusal of an
+    invalid example, with its batch.
+    """
+    import pyarrow
+
+    given = 2 if reading.pairs else int(reading.responses)
+    ids, mask = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.bool_())
+    types = [("example", pyarrow.large_string()), ("prompt", ids)]
+    for name in RESPONSES[:given]:
+        types += [(name, ids), (f"{name}_trained", mask)]
+    types += [("images", pyarrow.large_string())] if template.vision else []
+    schema, facts, seen = pyarrow.schema(types), Facts(), [0]
+
+    def own_batches() -> Iterator[list[Example]]:
+        for number in count():
+            most = SHARED_BATCH if number < SMALL_BATCHES * ranks.size else BATCH
+            batch = list(islice(examples, most))
+            if not batch:
+                return
+            seen[0] = number + 1
+            if number % ranks.size == ranks.rank:
+                yield batch
+
+    shown = with_progress(own_batches(), f"Tokenising {reading.source.label}") if ranks.rank == 0 else own_batches()
+    target = part_of(folder, ranks.rank, ranks.size)
+    unfinished = target.with_suffix(".unfinished")
+    try:
+        with pyarrow.OSFile(str(unfinished), "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
+            for rows in rows_of(reading, shown, template, data.max_prompt_tokens, given, facts):
+                writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema))
+    except UserError as error:
+        return {"refused": str(error), "batch": seen[0]}
+    except OSError as error:
+        if full := no_room(error):
+            return {"refused": f"{folder}: the tokenised data cannot be written: {full}", "batch": sys.maxsize}
+        raise
+    unfinished.replace(target)
+    return {"facts": asdict(facts), "batches": seen[0]}
+
+
+def exchange_parts(folder: Path, ranks: Ranks, purpose: str) -> None:
+    """Bring to each machine the parts that its folder lacks, in rounds of bounded bytes; none where all share a folder.
+
+    A rank with a part sends it to the first rank of each machine that lacks it.
+    """
+    lacking = [rank for rank in range(ranks.size) if not part_of(folder, rank, ranks.size).is_file()]
+    needs: list[tuple[str, list[int]]] = ranks.gather(f"{purpose}: lacking", [machine_of(folder), lacking])
+    if not any(parts for _, parts in needs):
+        return
+    machines = [machine for machine, _ in needs]
+    receives = [machines.index(machine) == rank for rank, machine in enumerate(machines)]
+    wanted = [receives[rank] and ranks.rank in parts for rank, (_, parts) in enumerate(needs)]
+    mine = part_of(folder, ranks.rank, ranks.size)
+    rounds = max(ranks.gather(f"{purpose}: sizes", -(-mine.stat().st_size // EXCHANGED_BYTES)))
+    with mine.open("rb") as file:
+        for number in range(rounds):
+            piece = file.read(EXCHANGED_BYTES)
+            for sender, part in enumerate(ranks.exchange(purpose, [piece if each else b"" for each in wanted])):
+                if len(part):
+                    with (
+                        part_of(folder, sender, ranks.size)
+                        .with_suffix(".unfinished")
+                        .open("wb" if not number else "ab") as target
+                    ):
+                        target.write(part)
+    for rank in lacking if receives[ranks.rank] else ():
+        path = part_of(folder, rank, ranks.size)
+        path.with_suffix(".unfinished").replace(path)
+    ranks.gather(f"{purpose}: received", None)
+
+
+def machine_of(folder: Path) -> str:
+    """Return a name of the folder that differs between machines which do not share it."""
+    return f"{platform.node()}:{folder}:{folder.stat().st_dev}:{folder.stat().st_ino}"
+
+
+def mapped_parts(source: SourceConfig, folder: Path) -> LoadedSource:
+    """Map a table of several parts, with its batches in the order of the file."""
+    import pyarrow
+
+    layout = json.loads((folder / PARTS).read_text(encoding="utf-8"))
+    size = layout["parts"]
+    files = [pyarrow.ipc.open_file(pyarrow.memory_map(str(part_of(folder, rank, size)))) for rank in range(size)]
+    batches = [files[number % size].get_batch(number // size) for number in range(layout["batches"])]
+    table = pyarrow.Table.from_batches([batch for batch in batches if batch.num_rows], files[0].schema)
+    facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
+    return LoadedSource(source, table, facts, folder)
+
+
+def check_kept(reading: Reading, data: DataConfig, facts: Facts) -> None:
+    """Raise UserError if no prompt of a source is short enough."""
+    if not facts.longest_prompt:
+        raise UserError(
+            f"{reading.source.path}: all {facts.read} prompts are longer than "
+            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {facts.shortest} tokens"
+        )
 
 
 def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example]]:
@@ -335,15 +562,17 @@ def unread_by(template: PromptTemplate, example: Example, seen: set[tuple[str, s
 
 
 def rows_of(
-    reading: Reading, examples: Iterator[Example], template: PromptTemplate, limit: int, given: int, facts: Facts
-) -> Iterator[dict[str, Any]]:
-    """Yield a source's rows and fill in the facts.
-
-    Raises UserError for an invalid example, and if no prompt is short enough.
-    """
-    path, title = reading.source.path, f"Tokenising {reading.source.label}"
-    seen = set[tuple[str, str]]()
-    for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), title):
+    reading: Reading,
+    batches: Iterable[list[Example]],
+    template: PromptTemplate,
+    limit: int,
+    given: int,
+    facts: Facts,
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each batch of examples, and fill in the facts. Raises UserError for an invalid example."""
+    path, seen = reading.source.path, set[tuple[str, str]]()
+    for batch in batches:
+        rows = []
         facts.read += len(batch)
         texts = []
         for example in batch:
@@ -384,11 +613,7 @@ def rows_of(
             facts.longest_prompt = max(facts.longest_prompt, len(ids))
             if example.answer is None and facts.unanswered is None:
                 facts.unanswered, facts.unanswered_fields = example.line, list(example.metadata)
-            yield row
+            rows.append(row)
+        yield rows
     facts.left_out, facts.without_form = dict(reading.left_out), reading.without_form
     facts.notes = {**reading.notes, **facts.notes}
-    if not facts.longest_prompt:
-        raise UserError(
-            f"{path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; the shortest has "
-            f"{facts.shortest} tokens"
-        )

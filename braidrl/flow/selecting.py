@@ -167,28 +167,9 @@ class GroupSelector:
                 unfinished += self.verdicts[group].reason == UNFINISHED and not is_known
         return chosen
 
-    def needless(self, decided: Mapping[int, bool]) -> list[int]:
-        """Return the undecided groups that cannot be in the batch any more, given that those in `decided` are kept or
-        not.
-
-            groups   0 kept   1 dropped   2 kept   3 ...   4 ...      target 2: 0 and 2 are the batch, and 3 and 4 are
-                     needless
-
-        A group is needless only if all groups before it are decided and enough of them are kept. There are none if
-        surplus is kept, because then every group is used.
-        """
-        if self.surplus == "keep":
-            return []
-        known = {group: verdict.reason is None for group, verdict in self.verdicts.items()}
-        kept_of = {**dict.fromkeys(self.waiting, True), **known, **decided}
-        kept, left = 0, sorted(set(self.pending) - kept_of.keys())
-        for group in sorted({*left, *kept_of}):
-            if group not in kept_of:
-                return []
-            kept += kept_of[group]
-            if kept == self.target:
-                return [later for later in left if later > group]
-        return []
+    def kept(self) -> list[int]:
+        """Return the groups that are kept so far, by number."""
+        return sorted([*self.waiting, *(group for group, verdict in self.verdicts.items() if verdict.reason is None)])
 
     def admit(self, groups: Sequence[int]) -> None:
         """Record admitted groups. Raises ValueError unless their numbers increase."""

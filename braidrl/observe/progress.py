@@ -47,6 +47,8 @@ class Bar:
     rows: int = 0
     tokens: int = 0
     in_flight: int | None = None
+    others: tuple[int, int, int] = (0, 0, 0)
+    """Rows done, tokens and all rows of the other ranks."""
 
     def update(
         self, rows: int = 0, tokens: int = 0, in_flight: int | None = None, total_rows: int | None = None
@@ -57,6 +59,11 @@ class Bar:
         self.in_flight = self.in_flight if in_flight is None else in_flight
         self.total_rows = self.total_rows if total_rows is None else total_rows
         WORK.advanced()
+        self.changed()
+
+    def show_others(self, rows: int, tokens: int, total_rows: int) -> None:
+        """Add the rows of other ranks to those of this one."""
+        self.others = rows, tokens, total_rows
         self.changed()
 
 
@@ -121,12 +128,14 @@ class Progress:
             where = "" if self.step is None else f"step {self.step}{last}"
             table = Table.grid(padding=(0, 1))
             for bar in slow:
-                total, tokens = bar.total_rows, f"{bar.tokens / max(now - bar.started, 1e-9):,.0f} tokens/s"
-                about = [f"{bar.rows:,} rows" if total is None else f"{bar.rows:,}/{total:,} rows"]
-                about += [tokens] if bar.tokens else []
+                other_rows, other_tokens, other_total = bar.others
+                rows, tokens = bar.rows + other_rows, bar.tokens + other_tokens
+                total = None if bar.total_rows is None else bar.total_rows + other_total
+                about = [f"{rows:,} rows" if total is None else f"{rows:,}/{total:,} rows"]
+                about += [f"{tokens / max(now - bar.started, 1e-9):,.0f} tokens/s"] if tokens else []
                 about += [] if bar.in_flight is None else [f"{bar.in_flight:,} in flight"]
                 about.append(spell_seconds(now - bar.started))
-                drawn = ProgressBar(total, min(bar.rows, total), width=BAR_WIDTH) if total else ""
+                drawn = ProgressBar(total, min(rows, total), width=BAR_WIDTH) if total else ""
                 table.add_row(where, bar.name, drawn, " · ".join(about))
                 if not terminal:
                     self.print(f"{' '.join(filter(None, [where, bar.name]))}: {', '.join(about)}")

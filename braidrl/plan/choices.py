@@ -39,7 +39,7 @@ from braidrl.training.role_settings import USUAL_TOKENS, slots_of
 RolePart = Literal["all", "model", "generate"]
 PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
 LONG = 8192
-"""Tokens from which a row is worth sequence parallelism."""
+"""Tokens from which a row is worth sequence or context parallelism."""
 FEWEST_SLOTS = 16
 MOST_TRIED = 20_000
 """Most combinations of choices that are tried per set and size; a tenth of this once one fits."""
@@ -85,9 +85,16 @@ class SetChoice:
 class Choices:
     """The cached choices of a problem's roles, and of sets of them."""
 
-    def __init__(self, problem: Problem, allowed: Callable[[Choice], bool] | None = None) -> None:
-        """Prepare an empty cache; `allowed` filters choices, None allows all."""
-        self.problem, self.allowed = problem, allowed
+    def __init__(
+        self,
+        problem: Problem,
+        allowed: Callable[[Choice], bool] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Prepare an empty cache; `allowed` filters choices, None allows all. No further choice is tried once the
+        search `is_over`.
+        """
+        self.problem, self.allowed, self.is_over = problem, allowed, is_over
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
         self._sets: dict[tuple[tuple[str, ...], str, int, str], SetChoice | None] = {}
 
@@ -116,7 +123,7 @@ class Choices:
             quickest: SetChoice | None = None
             limit, most = math.inf, MOST_TRIED
             for tried, (busy, picked) in enumerate(in_order(options)):
-                if busy >= limit or tried >= most:
+                if busy >= limit or tried >= most or self.is_over():
                     break
                 choice_of_set = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit - busy)
                 if choice_of_set is not None and choice_of_set.busy < limit:
@@ -152,7 +159,7 @@ class Choices:
         tried = sorted({longest, max(longest, given), max(longest, given * 4)})
         every = layouts(model.use.shape, devices, group, model.use.trained, longest)
         allowed = [layout for layout in every if problem.allows(model.role, layout)]
-        for layout in allowed:
+        for layout in itertools.takewhile(lambda _: not self.is_over(), allowed):
             # If training gathers its weights, inference may use a copy in a layout that does not.
             copies: list[ParallelLayout | None] = [None]
             if model.infers and model.use.trained and layout.shard == "full":
@@ -321,7 +328,8 @@ def largest_stage(resident: Mapping[str, int]) -> int:
 def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest: int) -> Iterator[ParallelLayout]:
     """Yield the layouts of a model on `devices` devices, with `data` filled in.
 
-    Tensor and sequence parallelism stay within a node; sequence parallelism needs rows of at least LONG tokens.
+    Tensor, sequence and context parallelism stay within a node; the latter two need rows of at least LONG tokens, and
+    `context` is tried where the heads allow no wider `sequence`.
     """
     config = shape.sizes
     heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
@@ -329,11 +337,17 @@ def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest
     for tensor, sequence in itertools.product(divisors(math.gcd(heads, within)), repeat=2):
         if within % (tensor * sequence) or heads % (tensor * sequence) or (sequence > 1 and longest < LONG):
             continue
-        for pipeline in divisors(math.gcd(config.num_hidden_layers, devices // (tensor * sequence))):
-            data = devices // (tensor * sequence * pipeline)
-            plain = ParallelLayout(pipeline=pipeline, tensor=tensor, data=data, sequence=sequence)
+        left = within // (tensor * sequence)
+        is_widest = longest >= LONG and all(heads % (tensor * sequence * more) for more in divisors(left)[1:])
+        contexts = divisors(left) if is_widest else [1]
+        depths = divisors(math.gcd(config.num_hidden_layers, devices // (tensor * sequence)))
+        for context, pipeline in itertools.product(contexts, depths):
+            if devices % (tensor * sequence * context * pipeline):
+                continue
+            data = devices // (tensor * sequence * context * pipeline)
+            plain = ParallelLayout(pipeline=pipeline, tensor=tensor, data=data, sequence=sequence, context=context)
             yield plain
-            if data * sequence > 1:
+            if data * plain.token_ranks > 1:
                 yield plain.model_copy(update={"shard": "full"})
                 nodes = devices // group.devices
                 if nodes > 1 and data % nodes == 0:

@@ -104,15 +104,20 @@ class Search:
         allowed: Callable[[Choice], bool] | None = None,
     ) -> None:
         """Prepare a search that returns at most `keep` plans, one per partition, and ends at `until` on the monotonic
-        clock.
+        clock, once it has a plan.
         """
-        self.problem, self.keep, self.until = problem, keep, until
-        self.choices = Choices(problem, allowed)
+        self.problem, self.keep, self.until, self.has_plan = problem, keep, until, False
+        self.choices = Choices(problem, allowed, self.is_over)
+
+    def is_over(self) -> bool:
+        """Return True if the time is over and there is a plan."""
+        return self.has_plan and self.until is not None and time.monotonic() > self.until
 
     def colocated(self, runtime: Runtime) -> list[Plan]:
         """Return the best plan in which all roles share all devices; empty if they do not fit."""
         group = max(self.problem.cluster.groups, key=lambda group: group.size)
         choice = self.choices.of_set(tuple(self.problem.flow.roles), group, group.size)
+        self.has_plan |= choice is not None
         return [] if choice is None else [synchronous_plan(self.problem, runtime, [choice])]
 
     def hybrid(self) -> list[Plan]:
@@ -123,8 +128,8 @@ class Search:
         plans: list[Plan] = []
         problem, roles = self.problem, tuple(self.problem.flow.roles)
         for partition in sorted(partitions(roles), key=len):
-            if plans and self.until is not None and time.monotonic() > self.until:
-                break
+            if self.is_over():
+                return plans
             plan = self.best_of(partition, plans[self.keep - 1].seconds if len(plans) >= self.keep else math.inf)
             if plan is not None:
                 plans = sorted([*plans, plan], key=lambda plan: plan.seconds)[: self.keep]
@@ -177,6 +182,8 @@ class Search:
                 for group, indices in members.items()
             ]
             for picked in itertools.product(*ways):
+                if self.is_over():
+                    return quickest
                 size_of = {i: size for by_set in picked for i, size in by_set.items()}
                 sets: list[SetChoice] = []
                 for i, (roles, group) in enumerate(zip(partition, groups, strict=True)):
@@ -188,7 +195,7 @@ class Search:
                 else:
                     plan = synchronous_plan(self.problem, "hybrid", sets)
                     if plan.seconds < limit:
-                        quickest, limit = plan, plan.seconds
+                        quickest, limit, self.has_plan = plan, plan.seconds, True
         return quickest
 
     def streaming(self, staleness: int) -> Plan | None:
@@ -199,6 +206,8 @@ class Search:
         for group in self.problem.cluster.groups:
             room = kinds[group.kind].memory * USABLE
             for sizes in allocations(group.size, len(members), unit_of(group)):
+                if self.is_over():
+                    break
                 sets: list[SetChoice] = []
                 # The fastest choice of each worker group that fits its devices.
                 for member, devices in zip(members, sizes, strict=True):
@@ -216,7 +225,7 @@ class Search:
         quickest: Plan | None = None
         for bound, sets in sorted(bounded, key=lambda pair: pair[0])[:MOST_SIMULATED]:
             # Lower bound: an iteration takes at least as long as each group's work.
-            if quickest is not None and bound >= quickest.seconds:
+            if self.is_over() or (quickest is not None and bound >= quickest.seconds):
                 break
             plan = streaming_plan(self.problem, sets, staleness)
             if quickest is None or plan.seconds < quickest.seconds:

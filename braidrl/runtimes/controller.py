@@ -169,8 +169,9 @@ class SerialController(Generic[TableT]):
         Groups with a suspended response are kept for later, outside the table, which is None without others.
         """
         table: TableT | None = started
-        early, needless = self.config.trainer.surplus == "drop", self.sampling.needless
-        segment = segment_of(self.flow, iteration, needless) if early else None
+        # If surplus is kept, every group is used.
+        early = self.config.trainer.surplus == "drop"
+        segment = segment_of(self.flow, iteration, self.sampling.target, self.sampling.kept()) if early else None
         partial = self.config.rollout.tokens_per_iteration is not None
         gone: set[int] = set()
         reasons: dict[int, str | None] = {}

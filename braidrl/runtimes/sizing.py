@@ -11,10 +11,8 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import floor
-from typing import Any
 
 import psutil
 
@@ -24,7 +22,7 @@ from braidrl.config import Config
 from braidrl.engines.deployment import MODES, Deployment
 from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
-from braidrl.runtimes.prepare.setup import Prepared, after_first, check_files, lacking, longest, with_data, without_data
+from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, longest, with_data, without_data
 from braidrl.training.role_settings import MOST_SLOTS
 
 VLLM_SHARE = 0.9
@@ -116,19 +114,15 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     All take the sizes of the device with the least memory: ranks that share a model must pack the same micro-batches.
     Raises UserError also for what this machine lacks.
     """
-
     mode = MODES[config.runtime]
-
-    def read(kept: Mapping[str, Any] | None) -> Prepared:
-        if mode.placed:
-            # Its generating workers read the data, and this process only checks that it exists.
-            check_files(config, train)
-        checked = without_data(config, train)
-        if lines := lacking(config):
-            raise UserError(lines[0])
-        return checked if mode.placed else with_data(checked, kept)
-
-    prepared = after_first(world, read)
+    if mode.placed:
+        # Its generating workers read the data, and this process only checks that it exists.
+        check_files(config, train)
+    prepared = without_data(config, train)
+    if lines := lacking(config):
+        raise UserError(lines[0])
+    if not mode.placed:
+        prepared = with_data(prepared, ranks=world)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this
     # process.
     free = not mode.placed and not (mode.concurrent and train)

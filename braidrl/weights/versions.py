@@ -74,6 +74,10 @@ class LoadingSchedule:
         """Add an engine that holds version 0."""
         self.engines[name] = HeldVersion(min(0, self.target))
 
+    def limit_draining(self, engines: int) -> None:
+        """Let half of so many engines drain at a time under `rolling`, else all."""
+        self.max_draining = engines // 2 if self.way == "rolling" else engines
+
     def leave(self, name: str) -> None:
         """Remove an engine."""
         self.engines.pop(name, None)

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,38 @@ def test_planned_memory_of_examples_is_that_of_the_dry_run(
         assert [n for n, _ in planned] == [n for n, _ in counted]
         assert [size for _, size in planned] == pytest.approx([size for _, size in counted], rel=0.1)
         assert predicted(problem_of(settings, wanted)).seconds == pytest.approx(found.seconds, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "size"),
+    [
+        ("1x8xH100-80GB+1x8xA100-80GB", "0.5B"),
+        slow("4x8xH100-80GB+2x8xA100-80GB", "7B"),
+        slow("16x8xH100-80GB+8x8xA100-80GB", "32B"),
+    ],
+)
+def test_plans_of_mixed_clusters_come_in_time_and_pass_their_dry_run(
+    tmp_path: Path, sums_file: Path, devices: str, size: str
+) -> None:
+    """Rows are longer than the usual micro-batch, whose size each role's own setting replaces."""
+    path, limit_s = ROOT / "examples" / "gsm8k" / "config.yaml", 2.0
+    changes = [
+        f"model={qwen(tmp_path, size)}",
+        f"data.train={sums_file}",
+        "data.eval={}",
+        "reward.verify=gsm8k",
+        "device=cuda",
+        "rollout.max_response_tokens=20000",
+    ]
+    problem = problem_of(load_config(path, changes), Wanted(devices, lengths="4000:20000"))
+    start = time.monotonic()
+    plans = best_plans(problem, Wanted(devices, time_limit=limit_s, max_staleness=1))
+    taken = time.monotonic() - start
+    assert plans and taken < 4 * limit_s, f"the search took {taken:.1f} s in place of {limit_s:g} s"
+    for number, found in enumerate(plans[:3]):
+        overlay = tmp_path / f"{number}.yaml"
+        overlay.write_text(yaml.safe_dump(overlay_of(found, problem)))
+        dry_run(load_config(path, [*changes, str(overlay)]), QUIET)
 
 
 def test_plans_differ_where_engines_differ(workshop: Workshop) -> None:

@@ -213,42 +213,6 @@ def test_over_sampling_scales_the_first_wave(over: float, missing: int, started:
     assert sampling.next_wave() == started
 
 
-def test_groups_after_a_full_batch_are_needless_unless_surplus_is_kept() -> None:
-    for policy, expected in (("drop", [3, 4]), ("keep", [])):
-        sampling = GroupSelector(2, 100, policy, 1, over_sampling=2.5)  # type: ignore[arg-type]
-        sampling.begin(0)
-        sampling.admit(range(sampling.next_wave()))
-        assert sampling.needless({1: True, 2: True}) == [], "group 0 can still be kept"
-        assert sampling.needless({0: False, 1: True, 2: True}) == expected
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 5), st.data())
-def test_the_batch_does_not_depend_on_completion_order_or_aborts(
-    kept: list[bool], wanted: int, data: st.DataObject
-) -> None:
-    order = data.draw(st.permutations(range(len(kept))))
-    decided: dict[int, bool] = {}
-    aborted: set[int] = set()
-    for group in order:
-        if group in aborted:
-            continue
-        decided[group] = kept[group]
-        ended = GroupSelector(wanted, 100, pending=sorted(set(range(len(kept))) - aborted)).needless(decided)
-        assert not aborted & set(ended)
-        aborted |= set(ended)
-    batch = [group for group in sorted(decided) if decided[group]][:wanted]
-    assert batch == [group for group, keep in enumerate(kept) if keep][:wanted]
-    if len(batch) == wanted:
-        later = [len(kept) + n for n in range(3)]
-        assert GroupSelector(wanted, 100, pending=later).needless(decided) == later
-
-
-def test_a_fast_group_never_replaces_a_slow_earlier_group() -> None:
-    sampling = GroupSelector(2, 100, pending=[0, 1, 2, 3])
-    assert sampling.needless({1: True, 2: True}) == [], "group 0 can still be kept"
-    assert sampling.needless({0: False, 1: True, 2: True}) == [3]
-
-
 def test_unfinished_groups_stay_pending_and_other_groups_start() -> None:
     sampling = GroupSelector(2, 100, "keep", max_staleness=1)
     sampling.begin(0)

@@ -24,10 +24,10 @@ def at_once(check: Pending) -> bool:
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Make a rank generate nothing else while a finished row is checked, and read messages of other ranks at once."""
+    """Make a rank generate nothing else while a finished row is checked, and join the ranks' rounds at once."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Pending, "done", at_once)
-        patches.setattr(world, "HEAR_EVERY_S", 0.0)
+        patches.setattr(world, "ROUND_EVERY_S", 0.0)
         yield
 
 

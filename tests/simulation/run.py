@@ -254,6 +254,9 @@ class SimulatedRun:
 
     def _tick(self) -> None:
         self.control.tick()
+        for lease in self.stream.tasks.leases.held.values():
+            late = self.control.clock() - lease.deadline
+            self.check(late <= 0, f"{lease.holder} still holds lease {lease.number}, {late:.1f} s after its end")
         for name in self.control.silent(LEASE_S + WAIT_S):
             for worker in [worker for worker in self.workers if worker.holder == name and worker.alive]:
                 self.die(worker)
@@ -376,6 +379,8 @@ class SimulatedRun:
             self.check(leased.pop(lease.number, 0) == lease.left, f"lease {lease.number} counts its rows wrongly")
             self.check(lease.holder in holders, f"{lease.holder} is gone and holds lease {lease.number}")
         self.check(not leased, f"rows are held by leases that have ended: {dict(leased)}")
+        dead = holders.keys() - {worker.holder for worker in self.workers}
+        self.check(not dead, f"workers that are gone are registered: {dead}")
         strangers = self.control.loading.engines.keys() - holders.keys()
         self.check(not strangers, f"engines that are gone still count: {strangers}")
         for writer, parts in self.stream.table.parts.items():

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from braidrl.queue.calls import Hello
 from tests.simulation.faults import FAULTS, Fault
-from tests.simulation.run import drawn, failure, outcome, shrunk
+from tests.simulation.run import Scenario, SimulatedRun, drawn, failure, outcome, shrunk
 
 SEEDS = 50
 MORE_SEEDS = 10_000
@@ -23,6 +24,16 @@ def test_fifty_disturbed_runs_keep_every_invariant() -> None:
 def test_ten_thousand_disturbed_runs_keep_every_invariant() -> None:
     broken = {seed: found for seed in range(MORE_SEEDS) if (found := failure(drawn(seed)))}
     assert not broken, broken
+
+
+def test_a_late_registration_does_not_bring_a_dead_worker_back() -> None:
+    run = SimulatedRun(Scenario())
+    while not run.control.loading.engines:
+        run.clock.step()
+    (name, *_) = run.control.loading.engines
+    run.control.fail(name)
+    run.control.handle(Hello(holder=name, address="", generates=True), ())
+    assert name not in run.control.holders and name not in run.control.loading.engines
 
 
 @pytest.mark.parametrize("seed", [3, 17])

@@ -162,7 +162,7 @@ class Generation:
         decoding is done.
         """
         if "environment" in stage.params:
-            return self._play(stage, rows, sums)
+            return self._play(stage, rows, sums, stop)
         engine = self.engines[str(stage.role)]
         if not len(rows):
             engine.generate([])
@@ -180,7 +180,11 @@ class Generation:
         verify = [] if partial else early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop)
-            rows_to_end = (lambda: [uid for uid in stop.rows_to_end() if uid in place]) if stop else None
+            rows_to_end = None
+            if stop is not None:
+                stop.bar = bar
+                # Ranks that decode together would ask one another after each step.
+                rows_to_end = stop.rows_to_end if stop.segment is not None or not engine.is_collective else None
 
             def ended(response: Response) -> None:
                 whole = partial.joined(response, engine.max_sequence_tokens) if partial else response
@@ -209,21 +213,31 @@ class Generation:
             return None
         return PartialResponses(stage, rows, self.config, version)
 
-    def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        """Play trajectories in the stage's environment; environment failures are counted and the first is shown."""
+    def _play(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
+        """Play trajectories in the stage's environment; environment failures are counted and the first is shown.
+
+        If there are more ranks than episodes at once, ranks play in turn.
+        """
         engine = self.engines[str(stage.role)]
         if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
         with self.progress.stage(stage.name, len(rows)) as bar:
+            if stop is not None:
+                stop.bar = bar
+                stop.wait_for_turn(self.config.rollout.environment.at_once)
+
+            def finished(ended: Trajectory) -> None:
+                bar.update(1, ended.action_tokens, engine.in_flight)
+                if stop is not None:
+                    stop.count(ended.action_tokens)
+
             start = time.perf_counter()
-            played = engine.run(
-                lambda running: self.played(
-                    running, stage, rows, limits, lambda ended: bar.update(1, ended.action_tokens, engine.in_flight)
-                )
-            )
+            played = engine.run(lambda running: self.played(running, stage, rows, limits, finished))
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             self.usage.speculated(stage, engine.speculated, sums)
+            if stop is not None:
+                stop.close()
             return self.trajectory_columns(stage, played, limits, sums)
 
     async def played(

@@ -3,25 +3,27 @@
 engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Checks.begin ─▶ reward processes
                                        verify stage ──▶ Checks.results ◀──┘
 
-Early stop aborts groups that the batch turns out not to need:
+Early stop aborts groups that the batch turns out not to need. Each rank decides groups of its own, and ranks add up how
+many are kept before the first undecided one:
 
-finished rows ──▶ checks ──▶ whole groups ──select──▶ kept or not ──▶ GroupSelector.needless ──▶ rows to abort
-                   │  ▲
-                   ▼  │ index columns
-                other ranks
+finished rows ──▶ checks ──▶ whole groups ──select──▶ kept or not ──▶ first undecided, kept before it
+                    │  ▲                                                      │
+                    ▼  │ rows of groups that are on several ranks             Rounds ──▶ enough? end all rows
+           rank of the group's first sample
 
 Which rows are aborted depends on timing. The batch does not: it is the first kept groups by number.
 """
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from torch import Tensor
 
 from braidrl.agents.trajectory import response_columns
-from braidrl.cluster.world import Notices
+from braidrl.cluster.process_groups import has_message, message_at, put_message
+from braidrl.cluster.world import NOTHING_LEFT, Rounds, RoundTotals, World
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Column, Rows, Uid
 from braidrl.engines.requests import Response
@@ -35,8 +37,6 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
 from braidrl.rewards.verify import Pending, RuleRewards, Scores
 
-Needless = Callable[[Mapping[int, bool]], Collection[int]]
-"""Returns the groups that are no longer needed once these groups are known to be kept or dropped."""
 VERIFY_CHUNK = 8
 """Batch size of finished rows for the reward processes during generation."""
 
@@ -93,10 +93,19 @@ class Segment:
     generate: Stage
     verify: tuple[Stage, ...]
     select: tuple[Stage, ...]
-    needless: Needless
+    target: int
+    """The groups of the batch."""
+    kept: tuple[int, ...] = ()
+    """The groups that are kept already."""
+
+    def is_enough(self, kept: int, undecided: int) -> bool:
+        """Return True if the batch is known: all groups before the first undecided one are decided, and enough of them,
+        `kept` in this wave, are kept.
+        """
+        return kept + sum(group < undecided for group in self.kept) >= self.target
 
 
-def segment_of(flow: Flow, iteration: int, needless: Needless) -> Segment | None:
+def segment_of(flow: Flow, iteration: int, target: int, kept: Sequence[int] = ()) -> Segment | None:
     """Return the flow's sampling segment, or None if selection needs more than rules see, or if stages are skipped."""
     if not flow.sampling_segment:
         return None
@@ -106,72 +115,161 @@ def segment_of(flow: Flow, iteration: int, needless: Needless) -> Segment | None
     plain = generate.kind is Kind.GENERATE and not {"into", "environment", "greedy"} & generate.params.keys()
     simple = len(verify) + len(select) == len(rest) and set(verify) <= set(early_verify_stages(flow, generate))
     due = all(stage.when.includes(iteration) for stage in flow.sampling_segment)
-    return Segment(generate, verify, select, needless) if plain and simple and due else None
+    return Segment(generate, verify, select, target, tuple(kept)) if plain and simple and due else None
 
 
 class EarlyStop:
-    """The state of one wave during generation; each rank that shares it has one, with all of the wave's groups."""
+    """One rank's part of a wave: ends its rows early, counts those of all ranks, and keeps the order of ranks that play
+    in turn.
+    """
 
     def __init__(
-        self, segment: Segment, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None, wave: int = 0
+        self,
+        segment: Segment | None,
+        flow: Flow,
+        uids: Sequence[Uid],
+        samples: int,
+        world: World | None = None,
+        wave: int = 0,
     ) -> None:
-        """Start a wave, of a number new on all ranks, with its rows `uids` on all ranks that exchange `notices`; None
-        for one rank.
+        """Start a wave, of a number new on all ranks, with this rank's rows `uids` of groups of so many `samples`.
+
+        Without a `segment` no row ends early. All ranks of `world` make one; None for one rank.
         """
-        self.segment, self.flow, self.notices = segment, flow, notices
-        if notices is not None:
-            notices.begin(str(wave))
+        self.segment, self.flow, self.samples, self.wave = segment, flow, samples, wave
+        self.rounds = None if world is None or world.size == 1 else Rounds(world)
+        self.mail = None if world is None else world.mail
         self.left: dict[int, set[Uid]] = {}
         """Unfinished rows by group."""
         for uid in uids:
             self.left.setdefault(uid[1], set()).add(uid)
+        self.undecided = {uid[1] for uid in uids if uid[2] == 0} if segment is not None else set[int]()
+        """The groups that this rank decides: those whose first sample it has."""
+        self.awaited = {
+            group: [uid for uid in ((*next(iter(own))[:2], n) for n in range(samples)) if uid not in own]
+            for group, own in self.left.items()
+            if group in self.undecided and len(own) < samples
+        }
+        """Rows of those groups that are on other ranks."""
         self.waiting: list[tuple[Rows, list[Pending]]] = []
         """Finished rows, and their checks in the order of the verify stages."""
         self.known: dict[int, list[Rows]] = {}
-        self.decided: dict[int, bool] = {}
+        self.kept: list[int] = []
+        self.before = -1
+        """The first undecided group of all ranks in the last round."""
+        self.counted, self.posted = (0, 0, len(uids)), (0, 0, len(uids))
+        """Finished rows, their tokens and all rows of this rank: now, and as the other ranks know them."""
+        self.turn = NOTHING_LEFT
+        self.bar: Bar | None = None
+        self.is_closed = False
 
     def add(self, rows: Rows, checks: Mapping[str, Pending]) -> None:
         """Add finished rows, and their running checks by verify stage."""
-        self.waiting.append((rows, [checks[stage.name] for stage in self.segment.verify]))
+        if self.segment is not None:
+            self.waiting.append((rows, [checks[stage.name] for stage in self.segment.verify]))
+
+    def count(self, tokens: int) -> None:
+        """Count a finished row, and show the rows of all ranks."""
+        rows, before, total = self.counted
+        self.counted = rows + 1, before + tokens, total
+        if self.segment is None:
+            self.rows_to_end()
 
     def rows_to_end(self) -> list[Uid]:
-        """Return the rows of groups no longer needed; some may have ended, or belong to another rank. Never waits."""
-        news = self._news(wait=False)
-        for index in news:
-            for number, uid in enumerate(index.uids()):
-                group = uid[1]
-                self.left[group].discard(uid)
-                self.known.setdefault(group, []).append(index.take([number]))
-                if not self.left[group]:
-                    whole = Rows.cat(self.known.pop(group))
-                    self.decided[group] = not any(dropped(stage, whole) for stage in self.segment.select)
-        needless = self.segment.needless(self.decided) if news else ()
-        return [uid for group in needless for uid in sorted(self.left[group])]
+        """Return this rank's rows if no group is needed any more; some may have ended. Never waits."""
+        news = self._decide(wait=False)
+        if self.rounds is not None:
+            totals = self.rounds.join(*self._numbers())
+            is_enough = totals is not None and self._take(totals)
+        else:
+            # One rank knows without a round.
+            self.before = min(self.undecided, default=NOTHING_LEFT)
+            is_enough = self.segment is not None and news and self.segment.is_enough(self._certain(), self.before)
+        return [uid for group in sorted(self.left) for uid in sorted(self.left[group])] if is_enough else []
 
-    def close(self) -> None:
-        """Send the remaining results to the other ranks, after all rows of this rank have ended; waits for their
-        checks.
-        """
-        if self.notices is not None:
-            self._news(wait=True)
+    def wait_for_turn(self, at_once: int) -> None:
+        """Wait until all ranks have left whose turn is before this rank's; `at_once` ranks have the same turn."""
+        if self.rounds is None or self.rounds.world.size <= at_once:
+            return
+        self.turn = self.rounds.world.rank // at_once
+        least = -1
+        while least < self.turn:
+            totals = self.rounds.wait(*self._numbers())
+            least = totals.least
+            self._take(totals)
 
-    def _news(self, wait: bool) -> list[Rows]:
-        """Return new results, with columns of verify stages: of this rank's checked rows (with `wait` of all), and of
-        others.
+    def close(self, whole: bool = True) -> None:
+        """Report the remaining results and wait for the other ranks, after all rows of this rank have ended; if they
+        have not ended as a `whole`, there are no results.
         """
+        if self.is_closed:
+            return
+        self.is_closed, self.turn = True, NOTHING_LEFT
+        self._decide(wait=whole)
+        while self.rounds is not None and (totals := self.rounds.leave(*self._numbers())) is not None:
+            self._take(totals)
+            self._decide(wait=False)
+
+    def _numbers(self) -> tuple[int, tuple[int, ...]]:
+        """Return what this rank adds to a round: the first group that it has not decided, or its turn, and the groups
+        kept before that of the last round, rows and tokens.
+        """
+        self.posted = self.counted
+        return min(self.undecided, default=self.turn), (self._certain(), *self.counted)
+
+    def _certain(self) -> int:
+        """Return how many of this rank's kept groups are before the first undecided one of all ranks."""
+        return sum(group < self.before for group in self.kept)
+
+    def _take(self, totals: RoundTotals) -> bool:
+        """Take the totals of a round; return True if no further row is needed."""
+        certain, *counts = totals.sums
+        is_enough = self.segment is not None and self.segment.is_enough(certain, self.before)
+        self.before = totals.least
+        if self.bar is not None:
+            rows, tokens, total = (total - own for total, own in zip(counts, self.posted, strict=True))
+            self.bar.show_others(rows, tokens, total)
+        return is_enough
+
+    def _decide(self, wait: bool) -> bool:
+        """Decide the groups whose rows are all checked, with `wait` all of this rank's; return True for new ones."""
         ready = [wait or all(check.done() for check in checks) for _, checks in self.waiting]
         taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
-        own = []
         for rows, checks in taken:
+            assert self.segment is not None
             for stage, check in zip(self.segment.verify, checks, strict=True):
                 rows = rows.with_columns(verified(self.flow, stage, rows, check.result(scores_of(stage))))
-            own.append(rows.index)
-        if self.notices is None:
-            return own
-        if own:
-            self.notices.tell(pack_rows(Rows.cat(own)))
-        return [unpack_rows(message) for message in self.notices.hear()]
+            for number, uid in enumerate(rows.uids()):
+                self.left[uid[1]].discard(uid)
+                row = rows.index.take([number])
+                if uid[1] in self.undecided:
+                    self.known.setdefault(uid[1], []).append(row)
+                elif self.mail is not None:
+                    put_message(self.mail, self._key(uid), bytes(pack_rows(row)))
+        self._collect()
+        whole = [group for group, rows in self.known.items() if len(rows) == self.samples]
+        for group in whole:
+            assert self.segment is not None
+            rows = Rows.cat(self.known.pop(group))
+            self.undecided.discard(group)
+            if not any(dropped(stage, rows) for stage in self.segment.select):
+                self.kept.append(group)
+        return bool(whole)
+
+    def _collect(self) -> None:
+        """Take the rows that other ranks have sent of this rank's groups, once all rows of a group are there."""
+        for group in list(self.awaited):
+            keys = [self._key(uid) for uid in self.awaited[group]]
+            assert self.mail is not None
+            if len(self.known.get(group, ())) + len(keys) == self.samples and has_message(self.mail, *keys):
+                del self.awaited[group]
+                for key in keys:
+                    self.known[group].append(unpack_rows(message_at(self.mail, key, bytes)))
+                    self.mail.delete_key(key)
+
+    def _key(self, uid: Uid) -> str:
+        return f"{self.wave}/{uid[1]}/{uid[2]}"
 
 
 class EarlyChecks:
@@ -195,12 +293,14 @@ class EarlyChecks:
         for stage in self.verify:
             # Those left belong to rows that ended early with their group and never reached the stage.
             checks.pending.pop(stage.name, None)
-        self.stop, self.chunk = stop, VERIFY_CHUNK if stop is None else 1
+        self.stop, self.chunk = stop, VERIFY_CHUNK if stop is None or stop.segment is None else 1
         self.waiting: list[Response] = []
 
     def add(self, finished: Response) -> None:
         """Take a finished row from the engine; called in the order in which rows end."""
         self.bar.update(1, len(finished.tokens), self.engine.in_flight)
+        if self.stop is not None:
+            self.stop.count(len(finished.tokens))
         if self.verify:
             self.waiting.append(finished)
             if len(self.waiting) >= self.chunk:

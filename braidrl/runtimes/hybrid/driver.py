@@ -116,7 +116,7 @@ class HybridBackend:
             group = self.groups.get(role + GENERATE, self.groups[role])
             # Groups may turn out not to be needed: every rank starts with the first ones.
             parts = rows_of_ranks(in_turn(index["group"].tolist(), group.mesh.size), group.mesh.size)
-            self._begin(output, group, parts, None, segment, ray.put(index.uids()))
+            self._begin(output, group, parts, None, segment)
         elif stage.role is not None:
             self._begin(output, *self._place(stage, table))
         return table.with_output(output)

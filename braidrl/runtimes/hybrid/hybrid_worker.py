@@ -31,9 +31,9 @@ from braidrl.cluster.world import World, world_at
 from braidrl.config import parse_config
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
 from braidrl.data.curricula import Units, units_of
-from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
+from braidrl.data.rows import Column, Rows, merged_rows, named_rows, tokens_of
 from braidrl.errors import UserError, WorkerError, no_room
-from braidrl.flow import Stage
+from braidrl.flow import Kind, Stage
 from braidrl.flow.compute import checked, computed, summed
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.metrics import Sums
@@ -44,7 +44,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.prepare.setup import Prepared, after_first, set_up_torch, with_data, without_data
+from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data, without_data
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore, RowText
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import Accumulated, UpdateCounts
@@ -158,10 +158,10 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str, Units]]:
-        """Read the run's data with the pool's other ranks, which map the first one's tables; return prompts, a message
-        and a curriculum's units per source.
+        """Read a share of the run's data with the pool's other ranks; return prompts, a message and a curriculum's
+        units per source.
         """
-        self.prepared = after_first(self.world, lambda kept: with_data(self.prepared, kept))
+        self.prepared = with_data(self.prepared, ranks=self.world)
         sources = self.prepared.sources if self.rank == 0 else []
         units = units_of(self.prepared.config, sources)
         return [(len(source), source.report(), of) for source, of in zip(sources, units, strict=True)]
@@ -242,17 +242,22 @@ class HybridWorker:
         key: int,
         totals: Mapping[str, Tensor] | None = None,
         segment: Segment | None = None,
-        uids: Sequence[Uid] = (),
     ) -> CallResult:
         """Keep the columns that a stage writes; for a batch-scope stage `totals` are its sums over all rows.
 
-        In a wave of a `segment` with the rows `uids`, rows of groups that are not needed end early.
+        In a wave of a `segment`, rows of groups that are not needed end early.
         """
         if totals is not None:
             run = lambda rows, _: computed(stage, rows, totals) if len(rows) else {}  # noqa: E731
             return self._write(part, stage, iteration, key, run)
-        stop = EarlyStop(segment, self.flow, uids, self.world.notices, key) if segment is not None else None
-        return self._write(part, stage, iteration, key, partial(self.executor.run, stage, stop=stop))
+        if stage.kind is not Kind.GENERATE:
+            return self._write(part, stage, iteration, key, partial(self.executor.run, stage))
+        stop = EarlyStop(
+            segment, self.flow, part.uids(), self.executor.config.rollout.samples_per_prompt, self.world, key
+        )
+        written = self._write(part, stage, iteration, key, partial(self.executor.run, stage, stop=stop))
+        stop.close()
+        return written
 
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> CallResult:

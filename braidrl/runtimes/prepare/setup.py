@@ -19,10 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.process import sleep_at_barriers
-from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.chat import end_ids_of
-from braidrl.data.prompts import LoadedSource, check_train, load_eval, load_texts, load_train
+from braidrl.data.prompts import LoadedSource, Ranks, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
 from braidrl.data.vision import Vision
@@ -101,24 +100,6 @@ class Prepared:
         )
 
 
-def after_first(world: World, read: Callable[[Mapping[str, Any] | None], Prepared]) -> Prepared:
-    """Call `read` on the first rank, then on all others with its table folders, or raise its UserError in all of
-    them.
-    """
-    if not world.first:
-        kept = world.share("data", None)
-        if "refused" in kept:
-            raise UserError(kept["refused"])
-        return read(kept)
-    try:
-        prepared = read(None)
-    except UserError as error:
-        world.share("data", {"refused": str(error)})
-        raise
-    world.share("data", prepared.kept)
-    return prepared
-
-
 def prepare(config: Config, train: bool = True, check: Check = call) -> Prepared:
     """Raise UserError for the first obstacle to a run; without `train` only evaluation data is read."""
     return with_data(without_data(config, train, check), check=check)
@@ -147,13 +128,15 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     return prepared
 
 
-def with_data(prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call) -> Prepared:
-    """Return a run with its data, in the table folders `kept` by another process.
+def with_data(
+    prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call, ranks: Ranks | None = None
+) -> Prepared:
+    """Return a run with its data, in the table folders `kept` by another process, or tokenised together with `ranks`.
 
     Raises UserError for data that it cannot use.
     """
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
-    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer}
+    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer, "ranks": ranks}
     seen: dict[str, Any] = {**own, "vision": prepared.vision}
     given, evaluated = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
@@ -327,8 +310,10 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
         trained = max(trained, config.rollout.max_sequence_tokens or 0)
     # If device memory decides, no row is longer.
     decided = config.trainer.max_tokens_per_device is None and device_memory(config.device) is not None
-    limits = {"trainer": trained if decided else (config.trainer.max_tokens_per_device or USUAL_TOKENS)}
-    limits |= {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
+    limits = {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
+    if not all((own := config.roles.get(role)) and own.max_tokens_per_device for role in flow.roles):
+        # Some role has no limit of its own.
+        limits = {"trainer": trained if decided else (config.trainer.max_tokens_per_device or USUAL_TOKENS), **limits}
     for section, limit in limits.items():
         if trained > limit:
             key = f"{section}.max_tokens_per_device"

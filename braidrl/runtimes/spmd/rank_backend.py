@@ -123,9 +123,10 @@ class RankBackend:
         self.exchange.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
         stop = None
-        if segment is not None:
+        if segment is not None or (stage.kind is Kind.GENERATE and self.world.size > 1):
             self.waves += 1
-            stop = EarlyStop(segment, self.flow, table.index.uids(), self.world.notices, self.waves)
+            samples = self.config.rollout.samples_per_prompt
+            stop = EarlyStop(segment, self.flow, table.rows.uids(), samples, self.world, self.waves)
         if self._known_everywhere(stage, table):
             trace = self.trace if self.world.first else None
             with traced(trace, "compute", stage.name, iteration, rows=len(table), version=self.exchange.version):
@@ -172,6 +173,10 @@ class RankBackend:
             if self.interrupts.alone:
                 raise
             columns = {}  # all ranks end together, in the gather
+            if stop is not None:
+                stop.close(whole=False)
+        if stop is not None:
+            stop.close()
         return self.exchange.gather(table, columns, own, sums)
 
     def totals(self, stage: Stage, table: Shard) -> dict[str, float]:

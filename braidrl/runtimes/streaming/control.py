@@ -9,13 +9,14 @@ The server's thread and the main process call these methods: one lock guards eve
 
 import math
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from braidrl.data.codec import decode
 from braidrl.data.messages import Frame
+from braidrl.data.rows import Uid
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
@@ -95,6 +96,10 @@ class ControlPlane(QueueController):
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
+        self.gone: set[str] = set()
+        """Workers that were dead or have left: their late messages do not bring them back."""
+        self.deaths = Counter[Uid]()
+        """How many workers have ended while they had a row."""
         self.weights, self.activity = Versions(exported), Activity()
         self.copies: dict[str, Copy] = {}
         """The source weights of a due train stage's update without a loss."""
@@ -177,6 +182,8 @@ class ControlPlane(QueueController):
     def _register(self, request: Hello) -> None:
         """Register a worker; an engine begins with the model's own weights."""
         name = request.holder
+        if name in self.gone:
+            return
         # After the group's name come its number and its start count.
         self.holders[name] = WorkerHolder(name, request.address, self.clock(), name.rsplit(".", 2)[0])
         if request.generates:
@@ -326,14 +333,17 @@ class ControlPlane(QueueController):
             self.holders[holder].orders.append((Order(number=self.orders_given, task=task), content))
             return self.orders_given
 
-    def fail(self, holder: str) -> None:
-        """Release the leases of a dead worker, and free blocks that it wrote without a message."""
+    def fail(self, holder: str, died: bool = True) -> None:
+        """Release the leases of a worker that `died` or leaves, and free blocks that it wrote without a message."""
         with self.changed:
+            self.gone.add(holder)
             gone = self.holders.pop(holder, None)
             self.loading.leave(holder)
             # Another worker is asked for weights that it has not given.
             self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.location is not None}
             for stream in self.streams:
+                for lease in stream.tasks.leases.of(holder) if died else ():
+                    self.deaths.update(stream.tasks.left(lease))
                 stream.tasks.give_up(stream.tasks.leases.of(holder))
             # A worker that never registered has written nothing.
             if gone is not None:
@@ -485,9 +495,11 @@ class ControlPlane(QueueController):
         return sum(tasks.leases.rows_of[holder] for tasks in self.queues)
 
     def seen_now(self) -> dict[str, float]:
-        """Return the rows on engines, and the oldest version among them."""
+        """Return the rows on engines, the oldest version among them, and the workers of each group."""
         engines = self.loading.engines
+        groups = Counter(holder.group for holder in self.holders.values() if holder.group != ROWS)
         return {
+            **{f"streaming/workers/{group}": float(count) for group, count in sorted(groups.items())},
             "streaming/in_flight": float(sum(self.rows_held(name) for name in engines)),
             "streaming/oldest_version": float(min((held.version for held in engines.values()), default=0)),
         }

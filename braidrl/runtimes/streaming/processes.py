@@ -4,17 +4,20 @@ main process ─start─▶ work: model, executor, connection to the queue
     ─▶ generate, compute or model loop, until the run ends
 """
 
+import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from braidrl.cluster.child import TaskFailed
 from braidrl.cluster.devices import choose_device
 from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.local import LocalLauncher
@@ -28,7 +31,7 @@ from braidrl.engines.deployment import Deployment
 from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
 from braidrl.engines.spanning import OneOf, SpanningEngine
-from braidrl.errors import LostProcess, WorkerError
+from braidrl.errors import LostProcess, UserError, WorkerError, suggest
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client, DataPlane
@@ -54,6 +57,10 @@ PEERS_LIMIT_S = 10.0
 """Seconds that a rank without peers waits for their error."""
 ROWS_GROUP = Group(ROWS, "rows", None, (), 1)
 HOUR_S = 3600.0
+SUSPECT, NAMED = 3, 8
+"""Lost workers after which a row that all of them had is named, and the most rows that are named."""
+PREEMPTED = "preempted"
+"""The kind of failure of a process that was asked to leave."""
 
 
 @dataclass
@@ -115,6 +122,10 @@ class Processes:
         self.places = {place.host: place}
         """The nodes of all workers, and this one."""
         self.members: list[Member] = []
+        self.leaving: list[tuple[Member, float]] = []
+        """Processes that end by themselves, and the times when they are killed otherwise."""
+        self.starts_of: dict[tuple[str, int], int] = {}
+        """How often processes that have left were started, by group and number."""
         self.repairs = RepairBudget(self.config.streaming.repairs_per_hour)
         self._store: dist.TCPStore | None = None
 
@@ -136,9 +147,14 @@ class Processes:
 
         Raises the error of a worker, and WorkerError for a lost trainer or a worker that does not get ready.
         """
+        for leaving in [one for one in self.leaving if not one[0].process.alive or time.monotonic() > one[1]]:
+            leaving[0].process.close(0.0)
+            self.leaving.remove(leaving)
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in [one for one in self.members if group in (None, one.group.name)]:
+            if member not in self.members:
+                continue  # it has left with another process of its worker
             if member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder):
                 tell(f"{member.process.name} {member.process.describe_end()}")
             if member.process.alive and member.holder in silent:
@@ -163,7 +179,11 @@ class Processes:
                 raise causes[0].error()
             is_killed = any(died(peer) for peer in peers)
             time.sleep(0.0 if is_killed else 0.05)
-        if failure is not None and not is_killed:
+        if failure is not None and failure.kind == PREEMPTED and len(self.workers_of(member.group.name)) > 1:
+            self._leave(peers)
+            tell(f"{member.process.name} was preempted, and has left the run")
+            return
+        if failure is not None and failure.kind != PREEMPTED and not is_killed:
             raise failure.error()
         killed = next((peer for peer in peers if died(peer)), member)
         if member.group.trained:
@@ -172,12 +192,68 @@ class Processes:
                 f"({killed.process.describe_end()}); go on from the last checkpoint"
             )
         if not self.repairs.spend(time.monotonic()):
+            rows = [uid for uid, count in self.control.deaths.most_common(NAMED) if count >= SUSPECT]
+            suspects = f"; rows that {SUSPECT} or more lost workers had: {rows}" if rows else ""
             raise WorkerError(
                 f"{killed.group.name} {killed.number} is gone ({killed.process.describe_end()}), after "
                 f"{self.repairs.per_hour} other losses within an hour; look for their common cause, or raise "
-                f"streaming.repairs_per_hour={self.repairs.per_hour}"
+                f"streaming.repairs_per_hour={self.repairs.per_hour}{suspects}"
             )
         self.restart(peers)
+
+    def workers_of(self, group: str) -> dict[int, list[Member]]:
+        """Return the processes of each worker of a group, by the worker's number."""
+        workers: dict[int, list[Member]] = {}
+        for member in self.members:
+            if member.group.name == group:
+                workers.setdefault(member.number // member.group.ranks, []).append(member)
+        return workers
+
+    def resize(self, name: str, more: int) -> str:
+        """Start `more` engines of a group, or let the last ones leave if `more` is negative; return what was done.
+
+        Rows of an engine that leaves are leased again. Raises UserError for a group without engines, without devices,
+        or of which too few would be left.
+        """
+        engines = {member.group.name: member.group for member in self.members if member.group.kind == "generate"}
+        if name not in engines:
+            raise UserError(f"no group {name!r} of this run has engines. {suggest(name, list(engines))}")
+        group, workers = engines[name], self.workers_of(name)
+        count, least = len(workers) + more, 2 if self.config.streaming.weights == "rolling" else 1
+        if count < least:
+            raise UserError(f"{name} has {len(workers)} engines, and the run needs {least}; {-more} cannot leave")
+        if more > 0:
+            free = [number for number in range(count + len(self.leaving)) if number not in workers][:more]
+            self._check_room(group, free)
+            for number in (worker * group.ranks + rank for worker in free for rank in range(group.ranks)):
+                starts = self.starts_of.get((name, number), 0)
+                self.members.append(Member(group, number, starts, self._start(group, number, starts)))
+        for number in sorted(workers)[count:]:
+            self._leave(workers[number])
+        self.control.change(lambda: self.control.loading.limit_draining(count))
+        done = f"{abs(more)} {'engine' if abs(more) == 1 else 'engines'} {'join' if more > 0 else 'leave'}"
+        return f"{name} has {count} engines: {done}"
+
+    def _check_room(self, group: Group, workers: Sequence[int]) -> None:
+        """Raise UserError if new workers of a group have no devices or servers."""
+        key = f"streaming.workers.{group.name}"
+        if self.deployment.engines.home == "servers":
+            raise UserError(f"{group.name} asks the servers that the run has started with; start it with more of them")
+        numbers = [worker * group.ranks + rank for worker in workers for rank in range(group.ranks)]
+        if not all(self.launcher.has_room(group.name, number) for number in numbers):
+            raise UserError(
+                f"no device is free for {len(workers)} more of {group.name}, which started with "
+                f"{key}={group.processes // group.ranks}; start the run with a larger {key}"
+            )
+
+    def _leave(self, members: Sequence[Member]) -> None:
+        """Let processes end without replacement; their rows are leased again at once."""
+        for member in members:
+            self.control.fail(member.holder, died=False)
+            self.members.remove(member)
+            self.starts_of[member.group.name, member.number] = member.starts + 1
+            self.leaving.append((member, time.monotonic() + END_LIMIT_S))
+        self.control.change(lambda: None)
 
     def restart(self, members: Sequence[Member]) -> None:
         """Kill and restart processes; their rows are leased again."""
@@ -191,6 +267,8 @@ class Processes:
     def close(self, limit_s: float = END_LIMIT_S) -> None:
         """Wait for the end of all processes, which the queue notifies, and kill those that are late."""
         limit = time.monotonic() + limit_s
+        self.members += [member for member, _ in self.leaving]
+        self.leaving = []
         while self.members:
             self.members[-1].process.close(max(0.0, limit - time.monotonic()))
             self.members.pop()
@@ -251,6 +329,8 @@ def work(arguments: Mapping[str, Any]) -> None:
     generating = [str(group.role)] if group.kind == "generate" else []
     ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
     if generating:
+        # A scheduler that takes a node back sends this signal, and a kill some seconds later.
+        signal.signal(signal.SIGTERM, preempted)
         ranks: DataParallel = one_of(group, arguments, ip)
         if arguments["rank"] > 0:
             with Runner() as runner:
@@ -303,6 +383,11 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
     started = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
     store = connect_store(host, port, RANKS_LIMIT_S, started)
     return world_at(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
+
+
+def preempted(number: int, frame: FrameType | None) -> NoReturn:
+    """End this process as one that leaves the run, on a signal."""
+    raise TaskFailed(Failure(PREEMPTED, ""))
 
 
 def orphaned(arguments: Mapping[str, Any]) -> None:

@@ -42,6 +42,7 @@ from braidrl.runtimes.streaming.groups import (
 )
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes
+from braidrl.runtimes.streaming.resizing import answer_requests
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.runtimes.streaming.work import WorkerRequest
@@ -249,6 +250,7 @@ class StreamingController:
             # Not after each change: with small leases the queue changes a thousand times a second.
             self.watch_at = now + LOOK_EVERY_S
             self.processes.watch(group)
+            answer_requests(self.processes.folder, self.processes.resize)
         if self.server.failure is not None:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import io
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from braidrl.cluster import world
+from braidrl.cluster.process_groups import group_between
 from braidrl.cluster.ranks import run_ranks
-from braidrl.cluster.world import Notices
+from braidrl.cluster.world import World
 from braidrl.data.rows import Rows, Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.errors import UserError
 from braidrl.flow.recipes import load_flow
-from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.metrics import MEASURED, read_metrics
+from braidrl.observe.progress import Progress
 from braidrl.observe.trace import read_trace
 from braidrl.rewards.verify import RIGHT_OR_WRONG, Pending, Scores
-from braidrl.runtimes.generating.verification import EarlyStop, segment_of
+from braidrl.runtimes.generating.verification import EarlyStop, Segment, segment_of
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same_weights
+from tests.queue.made_up import GENERATE
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.patience import at_once
 from tests.runtimes.spmd.ranks import WAIT_S
@@ -126,23 +134,87 @@ def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
 
 
 def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "HEAR_EVERY_S", 0.0)
+    monkeypatch.setattr(world, "ROUND_EVERY_S", 0.0)
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 2})
-    sampling, store = GroupSelector(1, 9, over_sampling=3.0), dist.HashStore()
-    segment = segment_of(dapo, 1, sampling.needless)
+    segment = segment_of(dapo, 1, 1)
     assert segment is not None
     (verify,) = segment.verify
-    sampling.admit([0, 1, 2])
-    uids = [(0, group, sample) for group in (0, 1, 2) for sample in (0, 1)]
-    first, second, third = (EarlyStop(segment, dapo, uids, Notices(store), wave=1) for _ in range(3))
-    # Group 0 has right and wrong answers and is kept, which makes groups 1 and 2 unnecessary.
-    first.add(row(0, 0), {verify.name: Done(1.0)})
-    assert first.rows_to_end() == third.rows_to_end() == []
-    second.add(row(0, 1), {verify.name: Done(0.0, ready=False)})
-    assert second.rows_to_end() == first.rows_to_end() == []
-    # Its own rows have ended, and the others need not wait until the ranks meet.
-    second.close()
-    assert first.rows_to_end() == third.rows_to_end() == uids[2:]
+    # The rows of group 0 are on two ranks; the third has the only rows that turn out not to be needed.
+    shares = [[(0, 0, 0)], [(0, 0, 1)], [(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1)]]
+
+    def play(alone: World) -> list[Uid]:
+        stop = EarlyStop(segment, dapo, shares[alone.rank], 2, alone, wave=1)
+        if alone.rank < 2:
+            # Group 0 has right and wrong answers and is kept, which makes groups 1 and 2 unnecessary.
+            stop.add(row(0, alone.rank), {verify.name: Done(float(alone.rank), ready=alone.rank == 0)})
+            stop.close()
+            return stop.rounds.totals.sums[0] if stop.rounds and stop.rounds.totals else []  # type: ignore[return-value]
+        ended: list[Uid] = []
+        while not ended:
+            ended = stop.rows_to_end()
+        stop.close()
+        return ended
+
+    assert in_threads(3, play) == [1, 1, shares[2]]
+
+
+def test_two_episodes_at_once_are_two_on_three_ranks() -> None:
+    grpo, playing, most, seen = load_flow("grpo", {}, {"samples_per_prompt": 4}), set[int](), [0], dict[int, str]()
+
+    def play(alone: World) -> str:
+        screen = io.StringIO()
+        with Progress(stream=screen).stage("actor.generate", 2) as bar:
+            stop = EarlyStop(None, grpo, [(0, alone.rank, 0), (0, alone.rank, 1)], 2, alone)
+            stop.bar = bar
+            stop.wait_for_turn(2)
+            playing.add(alone.rank)
+            most[0] = max(most[0], len(playing))
+            for _ in range(2):
+                time.sleep(0.05)
+                bar.update(1, 10)
+                stop.count(10)
+            playing.discard(alone.rank)
+            stop.close()
+            rows, tokens, total = bar.others
+            return f"{bar.rows + rows}/{2 + total} rows, {bar.tokens + tokens} tokens"
+
+    seen = in_threads(3, play)
+    assert most == [2] and seen == ["6/6 rows, 60 tokens"] * 3
+
+
+def in_threads(ranks: int, play: Callable[[World], Any]) -> list[Any]:
+    """Return the result of each rank of a world whose ranks are threads."""
+    store, limit_s = dist.HashStore(), 20.0
+
+    def one(rank: int) -> Any:
+        own = World(rank, ranks, group_between(store, rank, ranks, limit_s, False, "127.0.0.1"), store)
+        try:
+            return play(own)
+        finally:
+            own.leave_store()
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(one, range(ranks)))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 5), st.data())
+def test_the_batch_does_not_depend_on_completion_order_or_aborts(
+    kept: list[bool], wanted: int, data: st.DataObject
+) -> None:
+    segment, decided = Segment(GENERATE, (), (), wanted), dict[int, bool]()
+    for group in data.draw(st.permutations(range(len(kept)))):
+        decided[group] = kept[group]
+        undecided = min(set(range(len(kept))) - decided.keys(), default=len(kept))
+        if segment.is_enough(sum(keep for one, keep in decided.items() if one < undecided), undecided):
+            break
+    batch = [group for group in sorted(decided) if decided[group]][:wanted]
+    assert batch == [group for group, keep in enumerate(kept) if keep][:wanted]
+
+
+def test_a_fast_group_never_replaces_a_slow_earlier_group() -> None:
+    segment = Segment(GENERATE, (), (), 2, kept=(0, 5))
+    assert not segment.is_enough(0, undecided=4), "group 4 can still be kept, and group 5 then is not needed"
+    assert segment.is_enough(0, undecided=6) and segment.is_enough(1, undecided=1)
 
 
 class Done(Pending):
@@ -166,11 +238,10 @@ def row(group: int, sample: int) -> Rows:
 
 def test_groups_finish_if_selection_needs_more_than_rules() -> None:
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 4})
-    needless = GroupSelector(1, 9).needless
-    segment = segment_of(dapo, 1, needless)
+    segment = segment_of(dapo, 1, 1)
     assert segment is not None and [stage.type for stage in segment.verify] == ["verify"]
     grpo = load_flow("grpo", {}, {"samples_per_prompt": 4})
-    assert segment_of(grpo, 1, needless) is None, "the flow has no selection"
+    assert segment_of(grpo, 1, 1) is None, "the flow has no selection"
 
 
 def test_flow_without_selection_starts_no_extra_groups(workshop: Workshop) -> None:
