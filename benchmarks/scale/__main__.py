@@ -89,6 +89,7 @@ def play(folder: Path, rank: int, size: int) -> dict[str, Any]:
     start = time.process_time()
     run = TrainingRun(config, world=world)
     started = time.process_time() - start - world.played.modelled_s
+    world.folder = run.folder
     world.mark()
     marked = (world.played.sent.total(), world.played.messages.total())
     with run:

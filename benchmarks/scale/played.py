@@ -13,12 +13,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from braidrl.cluster.world import World
@@ -139,7 +140,7 @@ def ended(result: Any) -> dist.Work:
     """Return a work that has ended."""
     future: Future[Any] = Future()
     future.set_result(result)
-    work: dist.Work = c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+    work: dist.Work = _create_work_from_future(future)
     return work
 
 
@@ -150,6 +151,17 @@ class PlayedWorld(World):
         super().__init__(group.number, group.count, group, dist.HashStore())
         self.played, self.seconds = group, defaultdict[str, float](float)
         self._since, self._modelled = time.process_time(), 0.0
+        self.folder: Path | None = None
+        """The run's folder, where the model leaves the recorded rows of other ranks."""
+
+    def gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
+        if purpose == "written rows" and self.first and self.folder is not None:
+            start = time.process_time()
+            for part in self.folder.glob("rollouts/.*rank-0"):
+                for rank in range(1, self.size):
+                    part.with_name(part.name.removesuffix("0") + str(rank)).write_bytes(part.read_bytes())
+            self.played.modelled_s += time.process_time() - start
+        return super().gather(purpose, value, type)
 
     def at(self, place: str) -> None:
         self.mark()

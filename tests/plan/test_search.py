@@ -15,7 +15,7 @@ from braidrl.cluster.device_kinds import Cluster, NodeGroup, read_cluster
 from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 from braidrl.flow.batches import Sizes
-from braidrl.plan.choices import Choice, Choices, SetChoice, in_order
+from braidrl.plan.choices import LONG, Choice, Choices, SetChoice, in_order, layouts
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, call_times, partitions, synchronous_plan, unit_of
@@ -106,6 +106,14 @@ def test_search_finds_the_optimum_of_brute_force(
         found = math.inf
     assert found == pytest.approx(brute_force(asked), rel=1e-12)
     assert memory < 8 * MIB or found < math.inf
+
+
+def test_context_parallelism_is_tried_for_long_rows_alone(tmp_path: Path) -> None:
+    asked = problem(write_sizes(tmp_path / "m", 64, 2, 2), cluster(1, 8))
+    shape, group = asked.models["actor"].use.shape, asked.cluster.groups[0]
+    of_long, of_short = (list(layouts(shape, 8, group, True, longest)) for longest in (LONG, LONG - 1))
+    assert all(layout.resolve(8) == layout for layout in of_long), "every layout uses all devices"
+    assert max(layout.context for layout in of_long) == 8 and {layout.context for layout in of_short} == {1}
 
 
 def test_pruned_search_tries_all_partitions_and_keeps_the_optimum(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ main process ─start─▶ work: model, executor, connection to the queue
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -316,7 +316,36 @@ def work(arguments: Mapping[str, Any]) -> None:
 
     `arguments` are plain data from `Processes`.
     """
-    config, group = parse_config(arguments["config"]), Group(**arguments["group"])
+    group = Group(**arguments["group"])
+    with leaving_on_signal() if group.kind == "generate" else nullcontext():
+        work_in(group, arguments)
+
+
+@contextmanager
+def leaving_on_signal() -> Iterator[None]:
+    """Let SIGTERM end the block as that of a process which leaves the run.
+
+    A scheduler that takes a node back sends this signal, and a kill some seconds later.
+    """
+    asked = list[int]()
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        # Event loops pass this exception on, wherever it is raised.
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if asked:
+            raise TaskFailed(Failure(PREEMPTED, "")) from None
+        raise
+
+
+def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
+    """Do the work of one process of a group."""
+    config = parse_config(arguments["config"])
     set_up_torch(config)
     place, wait_limit_s = Place(*arguments["place"]), config.cluster.wait_limit_s
     data = DataPlane(place, arguments["holder"], wait_limit_s, arguments["secret"])
@@ -329,8 +358,6 @@ def work(arguments: Mapping[str, Any]) -> None:
     generating = [str(group.role)] if group.kind == "generate" else []
     ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
     if generating:
-        # A scheduler that takes a node back sends this signal, and a kill some seconds later.
-        signal.signal(signal.SIGTERM, preempted)
         ranks: DataParallel = one_of(group, arguments, ip)
         if arguments["rank"] > 0:
             with Runner() as runner:
@@ -383,11 +410,6 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
     started = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
     store = connect_store(host, port, RANKS_LIMIT_S, started)
     return world_at(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
-
-
-def preempted(number: int, frame: FrameType | None) -> NoReturn:
-    """End this process as one that leaves the run, on a signal."""
-    raise TaskFailed(Failure(PREEMPTED, ""))
 
 
 def orphaned(arguments: Mapping[str, Any]) -> None:

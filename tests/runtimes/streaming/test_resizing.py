@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from braidrl.cli.commands import app
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.streaming import resizing
@@ -85,6 +87,12 @@ def test_a_run_with_a_join_a_leave_and_a_preemption_equals_an_undisturbed_one(
     assert max(counts) == 3 and counts[-1] == 1
     assert {line["streaming/workers/actor.generate"] for line in read_metrics(run.folder)} & {1, 2, 3}
     assert_same(workshop.run("eager", **sections_of("grpo", steps=4)), run.folder)
+
+
+@pytest.mark.parametrize("more", ["+2", "-1"])
+def test_the_command_takes_a_sign_and_names_what_is_no_run(tmp_path: Path, more: str) -> None:
+    ended = CliRunner().invoke(app, ["workers", str(tmp_path), more, "actor.generate"])
+    assert isinstance(ended.exception, UserError) and "config.yaml" in str(ended.exception), ended.output
 
 
 def test_a_folder_without_a_running_run_is_named(tmp_path: Path) -> None:
