@@ -354,9 +354,11 @@ class SimulatedRun:
                 self.clock.after(event.seconds, partial(self.memory.full.discard, worker.holder))
             case "join":
                 self.join("actor.generate")
+                self.control.loading.limit_draining(len(engines) + 1)
             case "leave":
                 if len(engines) > (2 if self.scenario.loading == "rolling" else 1):
                     engines[event.worker % len(engines)].leave()
+                    self.control.loading.limit_draining(len(engines) - 1)
             case "clock":
                 self.offset += event.seconds
 

@@ -223,7 +223,11 @@ class Processes:
         if count < least:
             raise UserError(f"{name} has {len(workers)} engines, and the run needs {least}; {-more} cannot leave")
         if more > 0:
-            free = [number for number in range(count + len(self.leaving)) if number not in workers][:more]
+            # The devices of an engine that still ends are in use.
+            used = {member.number // group.ranks for member, _ in self.leaving if member.group.name == name} | set(
+                workers
+            )
+            free = [number for number in range(len(used) + more) if number not in used][:more]
             self._check_room(group, free)
             for number in (worker * group.ranks + rank for worker in free for rank in range(group.ranks)):
                 starts = self.starts_of.get((name, number), 0)
@@ -243,7 +247,8 @@ class Processes:
         if not all(self.launcher.has_room(group.name, number) for number in numbers):
             raise UserError(
                 f"no device is free for {len(workers)} more of {group.name}, which started with "
-                f"{key}={group.processes // group.ranks}; start the run with a larger {key}"
+                f"{key}={group.processes // group.ranks}; try again when another has left, or start the run with a "
+                f"larger {key}"
             )
 
     def _leave(self, members: Sequence[Member]) -> None:
