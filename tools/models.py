@@ -14,11 +14,17 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
+from braidrl.data.vision import FAMILIES
 from braidrl.errors import first_line
 from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, all_findings
-from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
+from braidrl.training.decoders.image_proof import seeing_finding
+from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, best_plan, quietly
+from braidrl.training.loading import written_by
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PROCESSES = 2
@@ -42,7 +48,11 @@ DRAFTER = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 4,
 }
+SECTIONS = {
+    "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+}
 REAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), SECTIONS),
     "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 8},
@@ -98,28 +108,48 @@ warning names.
 | type | trains | not | what was found |
 |---|---|---|---|
 """
+SEEING = """
+## Types that see
+
+The image-text types of transformers {version} whose rows with images are trained and decoded right: {right} of {total},
+measured by `make models ONLY=--seeing`. On the tiny twin random embeddings stand for encoded images. Packed rows with
+several images, and rows decoded behind such a prompt, are compared with each row alone by transformers' own forward
+(log-probs to {bound:.0e}). A type whose images see each other in both directions, such as Gemma 3, is refused, and
+trains as text. See [models that see](vision.md).
+
+| type | sees | what was found |
+|---|---|---|
+"""
 
 
 def main() -> None:
     """Measure the given types, or all, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
-    types = parser.parse_args().types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    parser.add_argument("--seeing", action="store_true", help="measure image-text types with images instead")
+    given = parser.parse_args()
+    every = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if given.seeing else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    types, measure = given.types or every, sight_of if given.seeing else row_of
     start, lines = time.perf_counter(), {}
     with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=12) as pool:
-        waiting = {name: pool.apply_async(row_of, (name,)) for name in types}
+        waiting = {name: pool.apply_async(measure, (name,)) for name in types}
         for name, result in waiting.items():
             try:
                 lines[name] = result.get(LIMIT_S)
             except multiprocessing.TimeoutError:
-                lines[name] = (False, f"| {name} | no | | takes longer than {LIMIT_S} s |")
+                empty = "" if given.seeing else " |"
+                lines[name] = (False, f"| {name} | no |{empty} takes longer than {LIMIT_S} s |")
             print(lines[name][1], flush=True)
     right = sum(good for good, _ in lines.values())
     minutes = (time.perf_counter() - start) / 60
     print(f"{right} of {len(lines)} train right, {minutes:.1f} minutes")
-    if len(types) == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        head = PREAMBLE.format(version=transformers.__version__, right=right, total=len(lines), bound=2e-4)
-        PAGE.write_text(head + "\n".join(line for _, line in lines.values()) + "\n")
+    if len(types) == len(every):
+        head = (SEEING if given.seeing else PREAMBLE).format(
+            version=transformers.__version__, right=right, total=len(lines), bound=2e-4
+        )
+        table = head + "\n".join(line for _, line in lines.values()) + "\n"
+        trained, mark, seen = PAGE.read_text().partition("\n## Types that see\n")
+        PAGE.write_text(trained + table if given.seeing else table + mark + seen)
 
 
 def row_of(name: str) -> tuple[bool, str]:
@@ -148,6 +178,27 @@ def row_of(name: str) -> tuple[bool, str]:
     kind = "by rows" if plan.by_rows else "mixers" if plan.mixers else "packed"
     without = ", ".join(lacks[f.name] for f in wrong)
     return True, f"| {name} | {kind} | {without} | {plan}; differs by {figure:.0e} |"
+
+
+def sight_of(name: str) -> tuple[bool, str]:
+    """Return whether rows with images are right for an image-text type, and its line of the page."""
+    torch.set_num_threads(1)
+    try:
+        with quietly():
+            config = configuration(name)
+            config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]]
+            twin = Twin(config)
+            if name not in FAMILIES:
+                written_by(twin.config)
+            plan, _ = best_plan(twin)
+            finding = seeing_finding(twin, plan)
+    except Refusal as refusal:
+        return False, f"| {name} | no | {cell(str(refusal))} |"
+    except FAILURES as error:
+        return False, f"| {name} | no | {cell(first_line(error))} |"
+    if finding.holds:
+        return True, f"| {name} | yes | {plan}; differs by {finding.value:.0e} |"
+    return False, f"| {name} | no | {cell(finding.note or f'log-probs differ by {finding.value:.1g}')} |"
 
 
 def configuration(name: str) -> Any:

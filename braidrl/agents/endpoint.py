@@ -36,6 +36,7 @@ from braidrl.agents.turns import SeenIds, TurnTemplate
 from braidrl.data.chat import ChatMessage, normal_message
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.data.token_columns import LOG_PROBS
+from braidrl.data.vision import moved
 from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError, shown
@@ -274,8 +275,10 @@ class Endpoint:
         assert dialect.counted is not None
         asked = dialect.read(json_object(raw))
         async with session.lock:
-            ids, opens = await self._tokenised(session, asked, len(raw) > INLINE_BYTES)
-            return web.json_response(dialect.counted(len(ids) + (0 if opens else len(session.trajectory.sequence))))
+            said, opens = await self._tokenised(session, asked, len(raw) > INLINE_BYTES)
+            return web.json_response(
+                dialect.counted(len(said.ids) + (0 if opens else len(session.trajectory.sequence)))
+            )
 
     async def _models(self, http: web.Request) -> web.Response:
         name = http.match_info.get("model", MODEL)
@@ -294,24 +297,25 @@ class Endpoint:
                 raise UserError("the session of this row is closed")
             if trajectory.turns >= MOST_TURNS:
                 raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
-            ids, opens = await self._tokenised(session, asked, is_long)
+            said, opens = await self._tokenised(session, asked, is_long)
             stops = (*self.sampling.stop, *asked.stops)
             sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
             name = stream.name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
-            context = ids if opens else [*trajectory.sequence, *ids]
+            context = said.ids if opens else [*trajectory.sequence, *said.ids]
             stream.context, stream.opened = len(context), self._opens_reasoning(context)
             # A possible tool call is sent when it is complete.
             on_token = stream.add_token if asked.stream and not asked.tools else None
             # The row is unchanged if this fails: the client may repeat its request.
             tokens = await trajectory.sample_turn(
                 self.engine,
-                ids,
+                said.ids,
                 sampling,
                 self.max_sequence_tokens,
                 self.purpose,
                 self.stage,
                 columns=self.columns,
                 opens=opens,
+                images=said.images,
                 on_token=on_token,
             )
             text = self.template.text(tokens, asked.tools)
@@ -325,7 +329,7 @@ class Endpoint:
             log_probs = log_probs[len(log_probs) - len(tokens) :]
             return TurnReply(name, message, reason, context, tokens, log_probs, stop, stream.opened)
 
-    async def _tokenised(self, session: EndpointSession, asked: TurnRequest, is_long: bool) -> tuple[list[int], bool]:
+    async def _tokenised(self, session: EndpointSession, asked: TurnRequest, is_long: bool) -> tuple[SeenIds, bool]:
         """Return the token ids to append before the reply, and whether these open a new sequence.
 
         Raises UserError for messages that the chat template refuses.
@@ -343,39 +347,35 @@ class Endpoint:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
+    def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[SeenIds, bool]:
         """Return the token ids to append before the reply, and whether these open a new sequence."""
         given, template, trajectory = asked.context, self.template, session.trajectory
         if isinstance(given, str):
             if session.text and given.startswith(session.text) and len(given) > len(session.text):
-                return template.template.encode_texts([given[len(session.text) :]])[0], False
-            return template.template.encode_texts([given], begins=True)[0], True
+                return SeenIds(template.template.encode_texts([given[len(session.text) :]])[0]), False
+            return SeenIds(template.template.encode_texts([given], begins=True)[0]), True
         if isinstance(given[0], int):
             ids: Any = given
             if not 0 <= min(ids) <= max(ids) < len(template.template.tokenizer):
                 raise UserError(f"a token id lies between 0 and {len(template.template.tokenizer) - 1}")
             held = trajectory.sequence if trajectory.sequence_lengths else []
             continues = bool(held) and ids[: len(held)] == held
-            return (ids[len(held) :], False) if continues else (ids, True)
+            return (SeenIds(ids[len(held) :]), False) if continues else (SeenIds(ids), True)
         messages: Any = given
         known, (begin, end) = session.longest_known(messages)
         if not known:
-            return text_alone(template.first(messages, asked.tools)), True
-        ids = text_alone(template.following(messages[known:], trajectory.tokens[end - 1], asked.tools))
-        is_last = end == len(trajectory.tokens)
-        return (ids, False) if is_last else ([*trajectory.tokens[begin:end], *ids], True)
+            return template.first(messages, asked.tools), True
+        said = template.following(messages[known:], trajectory.tokens[end - 1], asked.tools)
+        if end == len(trajectory.tokens):
+            return said, False
+        seen = [span for span in moved(trajectory.images, -begin) if 0 <= span.start < end - begin]
+        branch = SeenIds([*trajectory.tokens[begin:end], *said.ids], [*seen, *moved(said.images, end - begin)])
+        return branch, True
 
     def _opens_reasoning(self, context: Sequence[int]) -> bool:
         """Return True if a context ends with the tag that begins reasoning."""
         tail: str = self.template.template.tokenizer.decode(context[-len(THINK) :], skip_special_tokens=False)
         return tail.rstrip().endswith(THINK)
-
-
-def text_alone(said: SeenIds) -> list[int]:
-    """Return the ids of a context. Raises UserError if it has images."""
-    if said.images:
-        raise UserError("images in messages to the endpoint are not supported; play such episodes in an environment")
-    return said.ids
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:

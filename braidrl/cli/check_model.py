@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
 from braidrl.training.acceptance import OPTIONAL, all_findings, layout_findings
+from braidrl.training.decoders.image_proof import seeing_finding
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, proof_device, quietly
 from braidrl.training.loading import check_model, read_model_config
 
@@ -43,6 +44,8 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
         say(line(finding))
     with quietly():
         more = [*layout_findings(twin, plan)] if layouts else []
+        if getattr(config, "vision_config", None) is not None:
+            more.append(seeing_finding(twin, plan))
         more += [vllm_finding(config, plan, vllm)] if vllm is not None else []
     for finding in more:
         say(line(finding))

@@ -30,7 +30,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 FILE_BYTES = 64 << 20
 """Maximum size of an image's file."""
 KNOWN = 4096
-"""Images whose sizes a process remembers."""
+"""Images of which a process remembers size, tokens and grid."""
 
 
 class BrokenImage(ValueError):

@@ -287,7 +287,7 @@ class Reading:
             if self.vision is None and isinstance(message.get("content"), list):
                 raise UserError(
                     f"{where}: a {message['role']}'s message has an image, and the model reads text; take a model that "
-                    "sees (docs/models.md), or leave images out by a `convert` of your own"
+                    "sees (`braid check` says which), or leave images out by a `convert` of your own"
                 )
             if message["role"] != "assistant" and any(message.get(name) for name in TRAINED):
                 name = next(name for name in TRAINED if message.get(name))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from braidrl.data.images import BrokenImage, ImageStore
+from braidrl.data.images import KNOWN, BrokenImage, ImageStore
 from braidrl.errors import UserError, first_line
 
 
@@ -25,6 +25,9 @@ class ImageSpan(NamedTuple):
     tokens: int
 
 
+IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_FILES = (*IMAGE_PROCESSORS, "video_preprocessor_config.json")
+"""Files of a model's folder with an image processor, and all that a processor consists of besides the tokenizer."""
 GRID = "image_grid_thw"
 Expansion = Callable[["Vision", str], list[int]]
 """Returns the ids that stand for an image, given its name."""
@@ -35,24 +38,33 @@ class VisionFamily:
     """How the models of a type see."""
 
     expansion: Expansion
-    placeholder: str = "image_token_id"
-    """Setting of config.json with the id of an image's tokens."""
+    is_written: bool = True
+    """Whether the processor of transformers writes the text of an image."""
     resizes: bool = False
     """Whether the image processor keeps proportions, between a least and a largest number of pixels."""
 
 
 def merged_patches(vision: "Vision", name: str) -> list[int]:
-    """Return one token for each square of `merge_size` patches: Qwen-VL."""
+    """Return one token for each square of `merge_size` patches, by the image's size alone: Qwen-VL."""
     height, width = vision.store.size(name)
     patches = vision.processor.get_number_of_image_patches(height, width, {})
     return [vision.token] * (patches // vision.processor.merge_size**2)
 
 
+def written(vision: "Vision", name: str) -> list[int]:
+    """Return the tokens of the text that transformers' processor writes for an image: tiles, rows, marks around."""
+    _, (text,) = vision.text_processor._process_images([vision.store.open(name)], **vision.options)
+    ids: list[int] = vision.text_processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+WRITTEN = VisionFamily(written)
+"""Any type whose processor of transformers writes the text of an image, and that is proven to see rightly."""
 FAMILIES: dict[str, VisionFamily] = dict.fromkeys(
     ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-    VisionFamily(merged_patches, resizes=True),
+    VisionFamily(merged_patches, is_written=False, resizes=True),
 )
-"""Model types that see, by the `model_type` of config.json."""
+"""Types whose images are counted by their sizes alone, or otherwise than others, by the `model_type` of config.json."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,11 +76,14 @@ class Vision:
     """An image processor of transformers."""
     store: ImageStore
     token: int
-    """The id of an image's tokens, and of the placeholder that chat templates write."""
+    """The id of the tokens that an image's embeddings replace."""
     placeholder: str
-    """The text of that token."""
-    config: Any
-    """The model's configuration."""
+    """The text that chat templates write for an image."""
+    placeholder_token: int
+    text_processor: Any = None
+    """The processor of transformers that joins the image processor and the tokenizer; a video processor it has not."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the image processor that the family's processor passes."""
     skips_broken: bool = False
     described: str = ""
     """Everything that affects tokens and pixels, as text."""
@@ -83,7 +98,7 @@ class Vision:
                 known = self.family.expansion(self, name)
             except ValueError as error:
                 raise BrokenImage(f"the image {name}: {first_line(error)}") from None
-            self._expansions[name] = known
+            keep(self._expansions, name, known)
         return known
 
     def expand(self, ids: Sequence[int], names: Sequence[str]) -> tuple[list[int], list[ImageSpan]]:
@@ -91,7 +106,7 @@ class Vision:
 
         Raises UserError if there are more or fewer placeholders than images.
         """
-        places = [place for place, token in enumerate(ids) if token == self.token]
+        places = [place for place, token in enumerate(ids) if token == self.placeholder_token]
         if len(places) != len(names):
             raise UserError(
                 f"the text has {len(places)} placeholders {self.placeholder} for {len(names)} images; use a chat "
@@ -110,26 +125,38 @@ class Vision:
         """Invert `expand`: return ids with one placeholder for each image, as engines take them that expand them."""
         made, done = list[int](), 0
         for span in spans:
-            made += [*ids[done : span.start], self.token]
+            made += [*ids[done : span.start], self.placeholder_token]
             done = span.start + span.tokens
         return [*made, *ids[done:]]
 
+    def processed(self, name: str) -> Any:
+        """Return what the image processor makes of one image. Raises ValueError for a shape that it does not take."""
+        images = [self.store.open(name)]
+        if self.text_processor is not None:
+            return self.text_processor._process_images(images, **self.options)[0]
+        return self.processor(images=images, return_tensors="pt")
+
     def pixels(self, name: str) -> Mapping[str, Tensor]:
-        """Return what the vision tower takes of one image."""
+        """Return the tensors that the image processor makes of one image."""
         try:
-            found = self.processor(images=[self.store.open(name)], return_tensors="pt")
+            found = self.processed(name)
         except ValueError as error:
             raise UserError(f"the image {self.store.path(name)}: {first_line(error)}") from None
         pixels = {key: value for key, value in found.items() if isinstance(value, Tensor)}
         if GRID in pixels:
-            self._grids[name] = pixels[GRID]
+            keep(self._grids, name, pixels[GRID])
         return pixels
 
     def grid(self, name: str) -> Tensor:
         """Return the numbers of an image's patches in time, height and width, (1, 3)."""
-        if name not in self._grids:
-            self.pixels(name)
-        return self._grids[name]
+        return self._grids[name] if name in self._grids else self.pixels(name)[GRID]
+
+
+def keep(known: dict[str, Any], name: str, value: Any) -> None:
+    """Remember a value; the oldest is forgotten, so that memory stays flat."""
+    if len(known) >= KNOWN:
+        del known[next(iter(known))]
+    known[name] = value
 
 
 def untrained_images(trained: Sequence[bool], spans: Sequence[ImageSpan]) -> list[bool]:

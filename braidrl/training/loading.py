@@ -6,21 +6,26 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.processing_utils import ProcessorMixin
 
 from braidrl.config import ImagesConfig
 from braidrl.data.chat import check_template
 from braidrl.data.images import ImageStore
-from braidrl.data.vision import FAMILIES, Vision
+from braidrl.data.vision import FAMILIES, IMAGE_PROCESSORS, WRITTEN, Vision
 from braidrl.errors import UserError, located, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json
 from braidrl.training.decoders.body import ForwardPlan, disable_dropout, use_plan
+from braidrl.training.decoders.image_proof import blindness
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
 from braidrl.weights.model_files import ModelFiles, auto_class
@@ -261,48 +266,95 @@ def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
         raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {named_error(error)}") from error
 
 
-IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
+    """Return the vision of a model, or None if it sees no images; `blind_because` says why.
+
+    Raises UserError for sizes that its image processor does not take.
+    """
+    found = _vision(path, images)
+    return found if isinstance(found, Vision) else None
+
+
+def blind_because(path: Path, images: ImagesConfig) -> str:
+    """Return why a model sees no images; empty text if it does."""
+    found = _vision(path, images)
+    return found if isinstance(found, str) else ""
 
 
 @lru_cache(maxsize=8)
-def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
-    """Return the vision of a model, or None if it sees no images: its type is not known to see, or its folder has no
-    image processor.
-
-    Raises UserError for an invalid image processor, and for sizes that it does not take.
-    """
+def _vision(path: Path, images: ImagesConfig) -> Vision | str:
+    """Return a model's vision, or the reason why it has none that is right."""
     folder = path.expanduser()
     if not any((folder / name).is_file() for name in IMAGE_PROCESSORS):
-        return None
+        return "its folder has no image processor"
     config = read_model_config(folder)
-    family = FAMILIES.get(config.model_type)
-    if family is None or getattr(config, "vision_config", None) is None:
-        return None
+    if getattr(config, "vision_config", None) is None:
+        return f"{config.model_type} has no vision tower"
     if importlib.util.find_spec("PIL") is None:
-        raise UserError(f"model: {folder} sees images, which needs Pillow; run `pip install pillow`")
+        return "Pillow is not installed; run `pip install pillow`"
+    if reason := blindness(config):
+        return f"{config.model_type} is not proven to see rightly: {reason}"
+    family, tokenizer = FAMILIES.get(config.model_type, WRITTEN), load_tokenizer(folder)
+    token, joined, options = config.image_token_id, None, dict[str, Any]()
+    text = tokenizer.convert_ids_to_tokens(token)
     try:
         # The processors on Pillow need no torchvision.
         processor = transformers.AutoImageProcessor.from_pretrained(
             folder, backend="pil", local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:
-        raise UserError(f"model: the image processor in {folder} cannot be loaded: {named_error(error)}") from error
+        if family.is_written:
+            joined, options = text_processor(folder, config, processor, tokenizer)
+            text = joined.image_token
+    except Exception as error:  # of any type: the library computes with unchecked files, and lacks packages
+        return f"its processor cannot be made: {named_error(error)}"
+    placeholder = tokenizer.convert_tokens_to_ids(text) if text is not None else None
+    if placeholder is None or placeholder == tokenizer.unk_token_id:
+        return f"its tokenizer has no token {token} for images; copy the model's own"
     bounds = {"shortest_edge": images.min_pixels, "longest_edge": images.max_pixels}
     if named := {key: value for key, value in bounds.items() if value is not None}:
         if not family.resizes:
             raise UserError(
-                f"data.images.min_pixels and max_pixels: images of {config.model_type} have one size; remove them"
+                f"data.images.min_pixels and max_pixels: the image processor of {config.model_type} has sizes of its "
+                "own; remove them"
             )
         processor.size = {**dict(processor.size), **named}
         if processor.size["shortest_edge"] > processor.size["longest_edge"]:
             raise UserError(f"data.images: {processor.size} allows no size; write min_pixels below max_pixels")
-    token = getattr(config, family.placeholder)
-    text = load_tokenizer(folder).convert_ids_to_tokens(token)
-    if text is None:
-        raise UserError(f"model: {folder}: {family.placeholder} {token} is no token; copy the model's own tokenizer")
-    described = f"{processor.to_json_string()} {token} {config.model_type} {config.vision_config}"
-    skips = images.broken == "skip"
-    return Vision(family, processor, ImageStore.of(images), token, text, config, skips, described)
+    return Vision(
+        family,
+        processor,
+        ImageStore.of(images),
+        token,
+        text,
+        placeholder,
+        joined,
+        options,
+        skips_broken=images.broken == "skip",
+        described=f"{processor.to_json_string()} {token} {text} {config.model_type} {config.vision_config}",
+    )
+
+
+def written_by(config: Any) -> Any:
+    """Return the class of a type's processor. Raises TypeError if it writes no text for images."""
+    kind = PROCESSOR_MAPPING[type(config)]
+    if not hasattr(kind, "replace_image_token") or kind.replace_image_token is ProcessorMixin.replace_image_token:
+        raise TypeError(f"{kind.__name__} writes no text for an image")
+    return kind
+
+
+def text_processor(folder: Path, config: Any, image_processor: Any, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the processor of a model's family, without one for videos, which would need torchvision; and what it
+    passes to the image processor.
+    """
+    kind = written_by(config)
+    settings, _ = kind.get_processor_dict(folder, local_files_only=True)
+    accepted = signature(kind.__init__).parameters.keys() - {"self", "image_processor", "tokenizer", "chat_template"}
+    given = {name: value for name, value in settings.items() if name in accepted and not isinstance(value, dict)}
+    given |= {"video_processor": SimpleNamespace()} if "video_processor" in accepted else {}
+    without_video = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    defaults = getattr(getattr(kind, "valid_processor_kwargs", None), "_defaults", {})
+    options = {"return_tensors": "pt", **defaults.get("images_kwargs", {})}
+    return without_video(image_processor=image_processor, tokenizer=tokenizer, **given), options
 
 
 def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:

@@ -125,8 +125,8 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
                     {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}
                 ]
             },
-            "a user's message has an image, and the model reads text; take a model that sees (docs/models.md), or "
-            "leave images out by a `convert` of your own",
+            "a user's message has an image, and the model reads text; take a model that sees (`braid check` says "
+            "which), or leave images out by a `convert` of your own",
         ),
         ({"prompt": [{"role": "user"}]}, "'content' of message 1 of 'prompt' is missing; write text"),
         ({"prompt": [{"role": "user", "content": []}]}, "'content' of message 1 of 'prompt' is a list; write text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from dataclasses import replace
@@ -10,12 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
-from braidrl.config import parse_config
+from braidrl.agents.endpoint import Endpoint
+from braidrl.agents.trajectory import Trajectory
+from braidrl.agents.turns import TurnTemplate
+from braidrl.config import ImagesConfig, parse_config
+from braidrl.data.templates import PromptTemplate
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.requests import SamplingParams
+from braidrl.engines.stepping import EngineReplica
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.row_store import Admission
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint
+from braidrl.training.decoders.images import images_of
+from braidrl.training.loading import load_decoder, load_tokenizer, load_vision
+from tests.agents.test_endpoint import post
 from tests.invariants.traces import assert_same, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.spmd.ranks import run_in_ranks
@@ -77,6 +89,10 @@ def test_a_replay_of_recorded_rows_with_images_gives_the_runs_weights(seeing: Wo
     first, second = weights_of(made), weights_of(again)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert "data:image/png" in (made / "report.html").read_text()
+    # The exported model sees, by its own files.
+    saved = latest_checkpoint(made) / "actor"
+    assert load_vision(saved, ImagesConfig()) is not None
+    AutoModelForImageTextToText.from_pretrained(saved)
 
 
 def test_a_stopped_run_with_images_resumes_exactly(seeing: Workshop) -> None:
@@ -120,6 +136,40 @@ def test_an_image_in_the_second_turn_is_seen_and_its_tokens_are_trained(seeing: 
     assert torch.equal(before[: turns[0]], after[: turns[0]]) and before[turns[0]] != after[turns[0]]
 
 
+def test_an_agents_images_are_seen_in_every_turn(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder / "model")
+    vision = load_vision(folder / "model", ImagesConfig(folder=tmp_path))
+    assert vision is not None
+    model = load_decoder(folder / "model").requires_grad_(False).eval()
+    engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 256, images=images_of(model, vision, 64, False)))
+    template = TurnTemplate(PromptTemplate(tokenizer, vision=vision))
+
+    async def play() -> Trajectory:
+        async with Endpoint(engine, template, SamplingParams(max_tokens=3), 256) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open(Trajectory((0, 0, 0)))
+            messages: list[Any] = []
+            for color in ("red", "blue"):
+                uri = base64.b64encode(shapes.draw({0: ("square", color)})).decode()
+                parts = [
+                    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{uri}"}},
+                    {"type": "text", "text": "where ?"},
+                ]
+                messages.append({"role": "user", "content": parts})
+                status, body = await post(url, messages)
+                assert status == 200, body
+                messages.append(body["choices"][0]["message"])
+            local = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/hostname"}}]}]
+            assert (await post(url, local))[0] == 400
+            return await endpoint.close((0, 0, 0))
+
+    played = asyncio.run(play())
+    first, second = played.images
+    assert first.name != second.name and len(played.sequence_lengths) == 1
+    for span in played.images:
+        assert played.tokens[span.start : span.start + span.tokens] == [vision.token] * 9
+        assert not any(played.actions[span.start : span.start + span.tokens])
+
+
 @pytest.mark.soak
 def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, warm_cluster: WarmCluster) -> None:
     expected = run(seeing, "eager", **settings(seeing))
@@ -132,6 +182,16 @@ def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, w
         known = expected[0].metrics.keys()
         ours = [replace(step, metrics={key: step.metrics[key] for key in known}) for step in ours]
         assert_same(ours, expected)
-    tree = seeing.tree("ranks", **merged({"dtype": "float64"}, settings(seeing)), runtime="distributed", workers=2)
-    run_in_ranks([tree], 2)
-    assert_same(trace(seeing.folder / "ranks"), expected)
+    layouts = {"data": {}, "sequence": {"sequence": 2}, "context": {"context": 2}}
+    trees = [
+        seeing.tree(
+            name,
+            **merged({"dtype": "float64"}, settings(seeing, trainer={"layout": layout, "keep_checkpoints": 4})),
+            runtime="distributed",
+            workers=2,
+        )
+        for name, layout in layouts.items()
+    ]
+    run_in_ranks(trees, 2)
+    for name in layouts:
+        assert_same(trace(seeing.folder / name), expected)

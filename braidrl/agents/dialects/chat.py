@@ -30,7 +30,7 @@ DONE = "data: [DONE]\n\n"
 def read(body: Json) -> TurnRequest:
     """Read a request.
 
-    Raises UserError for unsupported fields, tools that are no list, and messages with more than text.
+    Raises UserError for unsupported fields, tools that are no list, and messages with more than text and images.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -41,9 +41,12 @@ def read(body: Json) -> TurnRequest:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if not isinstance(part, dict) or not (
+                is_image(part) or (part.get("type") == "text" and isinstance(part.get("text"), str))
+            ):
                 raise UserError(
-                    f"the content of a message is text, or a list of {{type: text, text}}, not {shown(content)}"
+                    "the content of a message is text, or a list of {type: text, text} and {type: image_url, "
+                    f"image_url: {{url: data:...}}}}, not {shown(content)}"
                 )
     tools = read_objects(body, "tools")
     refuse(body, UNSUPPORTED, USUAL)
@@ -57,6 +60,13 @@ def read(body: Json) -> TurnRequest:
         read_model(body),
         read_choices(body),
     )
+
+
+def is_image(part: Json) -> bool:
+    """Return whether a part of a message is an image as a data: URI; a client names no files of this machine."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    return part.get("type") == "image_url" and isinstance(url, str) and url.startswith("data:")
 
 
 def counts_tokens(body: Json) -> bool:

@@ -38,6 +38,7 @@ from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_
 from braidrl.training.compute.rope import RopeLengths, most_positions
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.loading import (
+    blind_because,
     check_model,
     check_scorer,
     check_tokens,
@@ -293,11 +294,8 @@ def check_images(
                 f"roles.{role}.model: {own.model} has another tokenizer than {config.model}, and {source.path} has "
                 "images; take a model of one family"
             )
-        if load_vision(own.model, config.data.images) is None:
-            raise UserError(
-                f"roles.{role}.model: {own.model} sees no images, and {source.path} has some; take a model that sees "
-                "(docs/models.md)"
-            )
+        if reason := blind_because(own.model, config.data.images):
+            raise UserError(f"roles.{role}.model: {own.model} sees no images, and {source.path} has some: {reason}")
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from braidrl.data.rows import Rows
 from braidrl.data.vision import ImageSpan, Vision, image_tokens, moved
 from braidrl.errors import UserError
-from braidrl.training.compute.attention import AttentionContext
+from braidrl.training.compute.attention import AttentionContext, parameters_of
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import base_of, body_of, plan_of_model, run_body
 
@@ -172,11 +172,14 @@ class ModelImages:
 
     def encode(self, name: str) -> list[Tensor]:
         """Run the vision tower on one image; return its embeddings (T, D), and those for later layers."""
-        pixels = {key: value.to(self.model.device) for key, value in self.vision.pixels(name).items()}
+        whole = base_of(self.model)
+        accepted = parameters_of(type(whole).get_image_features)
+        given = self.vision.pixels(name)
+        pixels = {key: value.to(self.model.device) for key, value in given.items() if key in accepted}
         for key, value in pixels.items():
             if value.is_floating_point():
                 pixels[key] = value.to(self.model.dtype)
-        output = base_of(self.model).get_image_features(**pixels)
+        output = whole.get_image_features(**pixels)
         pooled, later = output.pooler_output, getattr(output, "deepstack_features", None) or []
         return [joined(pooled), *map(joined, later)]
 

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.world import Ranks
+from braidrl.data.vision import PROCESSOR_FILES
 from braidrl.errors import UserError, first_line
 from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
 from braidrl.weights.checkpoint_files import WeightFiles
@@ -89,6 +90,9 @@ def side_files(model: Any, path: Path) -> dict[str, bytes]:
                 for file in (GENERATION,) if part == GENERATION else TOKENIZER_FILES:
                     for found in path.glob(file):
                         shutil.copy(found, folder)
+        for file in PROCESSOR_FILES:
+            for found in path.glob(file):
+                shutil.copy(found, folder)
         return {
             str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
         }

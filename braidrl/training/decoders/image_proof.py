@@ -1,0 +1,200 @@
+"""The proof that a model sees rightly: on its tiny twin, rows with images equal transformers' own rows alone, packed
+and decoded.
+
+random embeddings ─┬─ in place of placeholders, packed rows, prefill and decode ─▶ log-probs ─┬─ equal? ─▶ may see
+                   └─ transformers' own forward (`mm_encoder_outputs`), each row alone ───────┘
+
+Embeddings stand for encoded images, so that the proof needs no pixels: what a model does with them is measured, such as
+positions, later layers that get them too, and images whose tokens see each other, which is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import Objects, Rows
+from braidrl.data.vision import ImageSpan
+from braidrl.errors import first_line
+from braidrl.training.compute.attention import parameters_of
+from braidrl.training.compute.packed import pack
+from braidrl.training.compute.slots import SlotCache, SlotStep
+from braidrl.training.decoders.body import ForwardPlan, base_of, decoder_of, parts_beside_text, prefill, run_body
+from braidrl.training.decoders.head import logits_of
+from braidrl.training.decoders.images import ModelImages
+from braidrl.training.decoders.proof import (
+    BOUND,
+    FAILURES,
+    SLOTS,
+    Finding,
+    Refusal,
+    Twin,
+    best_plan,
+    proof_device,
+    quietly,
+    remembered,
+)
+
+NAME = "rows with images equal rows alone, packed and decoded"
+SEEN: Sequence[Sequence[str]] = ((), ("wide",), ("tall", "wide"), (), ("tall", "tall"))
+"""The images of each row."""
+PATCHES = {"wide": (2, 3), "tall": (3, 1)}
+"""Height and width of each image, in tokens."""
+LATER = ("visual_pos_masks", "deepstack_visual_embeds")
+"""Parameters of decoders that get images in later layers too."""
+
+
+@dataclass(frozen=True)
+class ProofVision:
+    """What `ModelImages` reads of a `Vision`, for images that are embeddings alone."""
+
+    token: int
+    merge: int
+
+    def grid(self, name: str) -> Tensor:
+        height, width = PATCHES[name]
+        return torch.tensor([[1, height * self.merge, width * self.merge]])
+
+
+def seeing_finding(twin: Twin, plan: ForwardPlan) -> Finding:
+    return Finding.of(NAME, seeing_distance, twin, plan)
+
+
+@torch.no_grad()
+def seeing_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Return the greatest difference of log-probs of rows with images, and its bound.
+
+    Raises ValueError for a model without a vision tower.
+    """
+    vocabulary = twin.config.get_text_config().vocab_size
+    token = vocabulary - 3
+    model = twin.model(plan)
+    for config in configurations(model, twin.own):
+        for name in ("image_token_id", "video_token_id", "audio_token_id"):
+            if getattr(config, name, None) is not None:
+                setattr(config, name, token if name == "image_token_id" else token + 1)
+    whole = base_of(model)
+    if not parts_beside_text(model) or not hasattr(whole, "get_image_features"):
+        raise ValueError("no vision tower beside a text part")
+    if "mm_encoder_outputs" not in parameters_of(type(whole).forward):
+        raise ValueError("its forward pass takes no encoded images")
+    merge = int(getattr(getattr(twin.config, "vision_config", None), "spatial_merge_size", None) or 1)
+    images = ModelImages(model, ProofVision(token, merge), float("inf"))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(twin.seed)
+    width = twin.config.get_text_config().hidden_size
+    copies = 1 + (LATER[1] in parameters_of(type(decoder_of(model)).forward))
+    for name, (height, across) in PATCHES.items():
+        drawn = [torch.randn(height * across, width, generator=generator).to(twin.device) for _ in range(copies)]
+        images._kept[name] = drawn
+    rows, spans = list[Tensor](), list[list[ImageSpan]]()
+    for names in SEEN:
+        ids = torch.randint(2, vocabulary - 4, (5 + len(names),), generator=generator).tolist()
+        made: list[int] = ids[:2]
+        placed: list[ImageSpan] = []
+        for name, behind in zip(names, ids[5:], strict=True):
+            count = PATCHES[name][0] * PATCHES[name][1]
+            placed.append(ImageSpan(name, len(made), count))
+            made += [*[token] * count, behind]
+        rows.append(torch.tensor([*made, *ids[2:5]]))
+        spans.append(placed)
+    expected = [alone(twin, model, images, row, of_row) for row, of_row in zip(rows, spans, strict=True)]
+    packed = packed_logits(model, images, rows, spans)
+    decoded = [last_logits(model, images, row, of_row) for row, of_row in zip(rows, spans, strict=True)]
+    differences = [
+        *((one - other).abs().max() for one, other in zip(packed, expected, strict=True)),
+        *((one - other[-1]).abs().max() for one, other in zip(decoded, expected, strict=True)),
+    ]
+    return float(torch.stack(differences).max()), BOUND
+
+
+def configurations(*models: Any) -> list[Any]:
+    """Return every configuration in models; parts of a model may have copies of their own."""
+    found = (getattr(module, "config", None) for model in models for module in model.modules())
+    return [config for config in found if config is not None]
+
+
+def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
+    """Return the log-probabilities (T, V) of one row by transformers' own forward pass."""
+    own = twin.untouched()
+    whole, types = base_of(own), torch.zeros_like(row)
+    for span in spans:
+        types[span.start : span.start + span.tokens] = 1
+    kept = [images._kept[span.name] for span in spans]
+    options: dict[str, Any] = {"mm_token_type_ids": types[None].int(), "token_type_ids": types[None]}
+    if kept:
+        options["image_grid_thw"] = torch.cat([images.vision.grid(span.name) for span in spans])
+    accepted = parameters_of(type(whole).forward)
+    options = {name: value for name, value in options.items() if name in accepted}
+    errors: list[Exception] = []
+    for joined in (False, True) if kept else (False,):
+        # Families differ in whether an encoder returns one tensor or one for each image.
+        if kept:
+            options["mm_encoder_outputs"] = {"image": encoder_output(kept, joined)}
+        try:
+            hidden = whole(input_ids=row[None], use_cache=False, **options).last_hidden_state
+            return logits_of(model, hidden[0]).float().log_softmax(-1)
+        except FAILURES as error:
+            errors.append(error)
+    raise errors[-1]
+
+
+def encoder_output(kept: Sequence[Sequence[Tensor]], joined: bool) -> Any:
+    """Return encoded images in the form in which a vision tower returns them."""
+    parts = [tuple(each) for each in zip(*kept, strict=True)]
+    output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts[0]) if joined else parts[0])
+    return SimpleNamespace(pooler_output=output.pooler_output, deepstack_features=parts[1:])
+
+
+def packed_logits(
+    model: Any, images: ModelImages, rows: Sequence[Tensor], spans: Sequence[Sequence[ImageSpan]]
+) -> list[Tensor]:
+    """Return the log-probabilities (T, V) of each of the packed rows."""
+    tokens = Ragged.from_rows(list(rows), torch.int64)
+    columns: Mapping[str, Any] = {
+        "tokens": tokens,
+        "action_mask": tokens.with_values(torch.zeros(len(tokens.values), dtype=torch.bool)),
+        "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
+        "images": Objects(tuple([list(span) for span in of_row] for of_row in spans)),
+    }
+    hidden = images.run_packed(pack(Rows(columns), model.device, place_images=images.place))[0]
+    return [*logits_of(model, hidden).float().log_softmax(-1).split([len(row) for row in rows])]
+
+
+def last_logits(model: Any, images: ModelImages, row: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
+    """Return the log-probabilities (V,) after a row whose last token is decoded behind its prefix."""
+    cache, last = SlotCache(SLOTS, model.dtype, model.device), len(row) - 1
+    cache.reserve(len(row))
+    (prefix,) = prefill(model, [row[:-1]], run=images.prefill_run([row[:-1]], [spans]))
+    cache.fill(torch.tensor([0], device=model.device), prefix)
+    position = torch.zeros(SLOTS, dtype=torch.int64, device=model.device)
+    position[0] = last
+    current = torch.zeros_like(position)
+    current[0] = row[-1]
+    shift = int(images.placed(row, [len(row)], spans).positions[-1].max()) - last
+    hidden = run_body(model, current[:, None], (position + shift)[:, None], SlotStep(cache, position, len(row)))
+    return logits_of(model, hidden[:1, 0])[0].float().log_softmax(-1)
+
+
+def blindness(config: Any) -> str:
+    """Return why a model is not proven to see rightly, measured once on this machine; empty text if it is."""
+
+    def measured() -> dict[str, Any]:
+        try:
+            with quietly(), torch.enable_grad():
+                twin = Twin(config, device=proof_device())
+                plan, _ = best_plan(twin)
+                found = seeing_finding(twin, plan)
+        except Refusal as refusal:
+            return {"refused": str(refusal)}
+        except FAILURES as error:
+            return {"refused": f"a tiny model of its structure cannot be loaded: {first_line(error)}"}
+        if found.holds:
+            return {"refused": ""}
+        return {"refused": found.note or f"log-probs of rows with images differ by {found.value:.1g}"}
+
+    return str(remembered(config, "images", measured)["refused"])
