@@ -159,7 +159,7 @@ def with_data(
     if tested and any(stage.type == "verify" for stage in prepared.evaluation.stages):
         check(lambda: check_answers(config, tested, list(config.data.evaluation_sources.values())))
     check(lambda: check_lengths(config, flow, sources, tested))
-    check(lambda: check_images(config, prepared.deployment.flow, prepared.tokenizer, [*sources, *tested]))
+    check(lambda: check_images(config, prepared.deployment, prepared.tokenizer, [*sources, *tested]))
     every = [*sources, *tested, *([texts] if texts else [])]
     check(lambda: check_vocabulary(config, prepared.deployment.roles, prepared.tokenizer, every))
     return replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
@@ -266,13 +266,19 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
 
 
 def check_images(
-    config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource]
+    config: Config, deployment: Deployment, tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource]
 ) -> None:
     """Raise UserError for images in the data of a run that does not support them."""
     source = next((source for source in sources if set(source.facts.images) - {"0"}), None)
     if source is None:
         return
+    flow = deployment.flow
     generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
+    if generates and deployment.engines.pools_ranks:
+        raise UserError(
+            f"{source.path} has images, which ranks that decode together do not support; remove rollout.tensor and "
+            "rollout.pipeline"
+        )
     if generates and config.rollout.engine != "embedded":
         raise UserError(
             f"{source.path} has images, which rollout.engine={config.rollout.engine} does not support; write "

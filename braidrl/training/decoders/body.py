@@ -149,11 +149,12 @@ def body_of(model: Any) -> Body:
 
 def use_sdpa_beside_text(model: Any) -> None:
     """Let the towers of a model compute with transformers' SDPA: their tokens see each other in both directions."""
-    decoder, whole = decoder_of(model), base_of(model)
-    text = {id(module) for module in decoder.modules()} | {id(whole), id(model)}
+    text = {id(module) for module in decoder_of(model).modules()}
     for module in model.modules() if parts_beside_text(model) else ():
         config: Any = getattr(module, "config", None)
-        if id(module) not in text and hasattr(config, "_attn_implementation"):
+        # A setting of the whole model's configuration, which projections may have too, would reach the text part.
+        own = hasattr(config, "_attn_implementation") and config.get_text_config() is config
+        if own and id(module) not in text:
             config._attn_implementation = "sdpa"
 
 
