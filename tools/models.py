@@ -48,11 +48,22 @@ DRAFTER = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 4,
 }
+PARTLY = {
+    "text_config": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [8, 12, 12],
+        }
+    }
+}
 SECTIONS = {
     "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 }
 REAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), SECTIONS),
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), PARTLY),
     "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 8},

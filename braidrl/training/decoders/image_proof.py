@@ -8,14 +8,13 @@ Embeddings stand for encoded images, so that the proof needs no pixels: what a m
 positions, later layers that get them too, and images whose tokens see each other, which is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Objects, Rows
@@ -45,6 +44,14 @@ SEEN: Sequence[Sequence[str]] = ((), ("wide",), ("tall", "wide"), (), ("tall", "
 """The images of each row."""
 PATCHES = {"wide": (2, 3), "tall": (3, 1)}
 """Height and width of each image, in tokens."""
+TILE = 3
+"""Tokens of a tile, which divide those of each image."""
+FORMS: Sequence[Callable[[tuple[Tensor, ...]], Any]] = (
+    lambda images: images,
+    torch.cat,
+    lambda images: torch.cat(images).unflatten(0, (-1, TILE)),
+)
+"""What vision towers return, by family: a tensor (T, D) for each image, one for all, or one of tiles."""
 LATER = ("visual_pos_masks", "deepstack_visual_embeds")
 """Parameters of decoders that get images in later layers too."""
 
@@ -131,10 +138,9 @@ def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Seque
     accepted = parameters_of(type(whole).forward)
     options = {name: value for name, value in options.items() if name in accepted}
     errors: list[Exception] = []
-    for joined in (False, True) if kept else (False,):
-        # Families differ in whether an encoder returns one tensor or one for each image.
+    for form in FORMS if kept else FORMS[:1]:
         if kept:
-            options["mm_encoder_outputs"] = {"image": encoder_output(kept, joined)}
+            options["mm_encoder_outputs"] = {"image": encoder_output(kept, form)}
         try:
             hidden = whole(input_ids=row[None], use_cache=False, **options).last_hidden_state
             return logits_of(model, hidden[0]).float().log_softmax(-1)
@@ -143,11 +149,10 @@ def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Seque
     raise errors[-1]
 
 
-def encoder_output(kept: Sequence[Sequence[Tensor]], joined: bool) -> Any:
+def encoder_output(kept: Sequence[Sequence[Tensor]], form: Callable[[tuple[Tensor, ...]], Any]) -> Any:
     """Return encoded images in the form in which a vision tower returns them."""
     parts = [tuple(each) for each in zip(*kept, strict=True)]
-    output = BaseModelOutputWithPooling(pooler_output=torch.cat(parts[0]) if joined else parts[0])
-    return SimpleNamespace(pooler_output=output.pooler_output, deepstack_features=parts[1:])
+    return SimpleNamespace(pooler_output=form(parts[0]), deepstack_features=parts[1:])
 
 
 def packed_logits(
