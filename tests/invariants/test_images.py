@@ -21,7 +21,7 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.stepping import EngineReplica
-from braidrl.observe.metrics import Sums
+from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.runtimes.row_store import Admission
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint
@@ -134,6 +134,12 @@ def test_an_image_in_the_second_turn_is_seen_and_its_tokens_are_trained(seeing: 
     # The first turn does not know the image; the first token of the second one is drawn from another distribution.
     before, after = (played["rollout_log_probs"][0] for played in (first, second))
     assert torch.equal(before[: turns[0]], after[: turns[0]]) and before[turns[0]] != after[turns[0]]
+
+
+def test_adapters_of_the_text_part_learn_from_rows_with_images(seeing: Workshop) -> None:
+    sft = {"rollout": {"samples_per_prompt": 1}, "trainer": {"steps": 6, "learning_rate": 2e-2, "lora": {"rank": 4}}}
+    losses = [line["loss/actor"] for line in read_metrics(seeing.run("lora", **settings(seeing, flow="sft", **sft)))]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_an_agents_images_are_seen_in_every_turn(folder: Path, tmp_path: Path) -> None:
