@@ -116,7 +116,7 @@ class Facts:
         )
 
 
-class Ranks(Protocol):
+class LoadingRanks(Protocol):
     """The ranks that load data together, such as a `World`."""
 
     @property
@@ -224,7 +224,7 @@ def load_train(
     pairs: bool = False,
     kept: Sequence[str] | None = None,
     vision: Vision | None = None,
-    ranks: Ranks | None = None,
+    ranks: LoadingRanks | None = None,
 ) -> list[LoadedSource]:
     """Load each source of `data.train`, together with `ranks`; `kept` are another process's `LoadedSource.kept`.
 
@@ -250,7 +250,7 @@ def load_eval(
     pairs: bool = False,
     kept: Mapping[str, str] | None = None,
     vision: Vision | None = None,
-    ranks: Ranks | None = None,
+    ranks: LoadingRanks | None = None,
 ) -> dict[str, LoadedSource]:
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
     template, found = PromptTemplate.of(tokenizer, data, vision), {}
@@ -261,7 +261,9 @@ def load_eval(
     return found
 
 
-def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, ranks: Ranks | None = None) -> LoadedSource:
+def load_texts(
+    data: DataConfig, tokenizer: Any, kept: str | None = None, ranks: LoadingRanks | None = None
+) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError if there are none, or for an invalid file."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
@@ -273,7 +275,7 @@ def load_source(
     data: DataConfig,
     template: PromptTemplate,
     kept: str | None = None,
-    ranks: Ranks | None = None,
+    ranks: LoadingRanks | None = None,
 ) -> LoadedSource:
     """Read, tokenise and filter one source, alone or together with `ranks`, or map another process's table of it.
 
@@ -331,7 +333,7 @@ def load_source(
     return table
 
 
-def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, ranks: Ranks) -> LoadedSource:
+def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, ranks: LoadingRanks) -> LoadedSource:
     """Load one source with other ranks: each tokenises its share of the batches.
 
     Raises UserError in all ranks, for the first invalid example of the file.
@@ -371,7 +373,7 @@ def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, 
     exchange_parts(folder, ranks, purpose)
     layout = {"parts": ranks.size, "batches": outcomes[0]["batches"]}
     for name, value in (("facts.json", asdict(facts)), (PARTS, layout)):
-        # Ranks of one machine write the same file.
+        # LoadingRanks of one machine write the same file.
         own = folder / f"{name}.{ranks.rank}"
         own.write_text(json.dumps(value), encoding="utf-8")
         own.replace(folder / name)
@@ -390,7 +392,7 @@ def write_part(
     examples: Iterator[Example],
     template: PromptTemplate,
     data: DataConfig,
-    ranks: Ranks,
+    ranks: LoadingRanks,
     folder: Path,
 ) -> dict[str, Any]:
     """Write a rank's batches of a source, and return the statistics and the number of all batches; or the refusal of an
@@ -433,7 +435,7 @@ def write_part(
     return {"facts": asdict(facts), "batches": seen[0]}
 
 
-def exchange_parts(folder: Path, ranks: Ranks, purpose: str) -> None:
+def exchange_parts(folder: Path, ranks: LoadingRanks, purpose: str) -> None:
     """Bring to each machine the parts that its folder lacks, in rounds of bounded bytes; none where all share a folder.
 
     A rank with a part sends it to the first rank of each machine that lacks it.

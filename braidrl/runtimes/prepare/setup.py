@@ -21,7 +21,7 @@ from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.chat import end_ids_of
-from braidrl.data.prompts import LoadedSource, Ranks, check_train, load_eval, load_texts, load_train
+from braidrl.data.prompts import LoadedSource, LoadingRanks, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
 from braidrl.data.vision import Vision
@@ -130,7 +130,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
 
 
 def with_data(
-    prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call, ranks: Ranks | None = None
+    prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call, ranks: LoadingRanks | None = None
 ) -> Prepared:
     """Return a run with its data, in the table folders `kept` by another process, or tokenised together with `ranks`.
 

@@ -99,7 +99,7 @@ def noise(width: int, height: int, seed: int) -> bytes:
     return content.getvalue()
 
 
-FAMILIES = tuple(shapes.FAMILIES)
+FAMILIES = [pytest.param(name, marks=[pytest.mark.soak] * (name == "qwen2_vl")) for name in shapes.FAMILIES]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
