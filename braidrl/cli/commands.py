@@ -153,11 +153,12 @@ def flow(
     from braidrl.flow.recipes import load_flow
     from braidrl.flow.yaml_form import to_yaml
     from braidrl.parsing import read_yaml
-    from braidrl.runtimes.prepare.run_flow import build_flow
 
     # Overrides change the configuration of a file, whose flow is resolved, or else the recipe's parameters.
     path, params = Path(config), dict[str, Any]()
     if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (read_yaml(path) or {}):
+        from braidrl.runtimes.prepare.run_flow import build_flow
+
         shown = build_flow(load_config(path, overrides or []))
     else:
         for override in overrides or []:
