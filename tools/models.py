@@ -1,12 +1,17 @@
 """`make models`: write docs/models.md, one line for each causal model type of the installed transformers.
 
-Each type is shrunk to a tiny model, as in `braid check`, and measured. `REAL` adds settings that the hub's models have
+Each type is shrunk to a tiny model, as in `braid check`, and measured. A type that holds is then used as a user would:
+a folder with config.json, weights and tokenizer, a step of SFT and two of GRPO by the configuration of a run, the
+export, and transformers' own class on it. `REAL` adds settings that the hub's models have
 but a type's defaults lack. `NOT_NEUTRAL` changes scalings whose default of 1 would hide a missing scaling.
 """
 
 import argparse
 import copy
+import math
 import multiprocessing
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,15 +24,34 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from braidrl.config import parse_config
 from braidrl.data.vision import FAMILIES
 from braidrl.errors import first_line
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import train
+from braidrl.runtimes.saving.checkpoints import export_model
 from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, all_findings
 from braidrl.training.decoders.image_proof import seeing_finding
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, best_plan, quietly
+from braidrl.training.decoders.shrink import shrink_config, tiny_model
 from braidrl.training.loading import written_by
+from braidrl.weights.model_files import auto_class
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests' tokenizer and flows
+
+from tests.invariants.traces import merged
+from tests.tiny import TOKENIZER
+from tests.training.decoders.families import FLOWS, write_pairs
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PROCESSES = 2
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "threads": 1,
+    "reward": {"verify": "gsm8k", "sandbox": "none"},
+    "evaluation": {"every": 0},
+    "rollout": {"samples_per_prompt": 2, "max_response_tokens": 8, "slots": 16},
+}
 LIMIT_S = 600
 CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 SOUND = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
@@ -93,9 +117,10 @@ PREAMBLE = """# Models
 The model types of transformers {version} that train correctly, measured by `make models` on a CPU: {right} of {total}.
 Every type is shrunk to a tiny random model of the same structure. Its packed rows are compared with each row alone by
 transformers' own forward (log-probs to {bound:.0e}, gradients), decoded in the embedded engine, saved, read by parts
-and resumed. A type that fails is refused before its weights are read, with the reason given here. A new type is
-refused until it passes the same proof.
-`braid check MODEL` runs the proof for your own `config.json`, and shows the figures.
+and resumed; then a folder of it is trained by SFT and GRPO, exported, and loaded by transformers. A type that fails is
+refused before its weights are read, with the reason given here. A new type is refused until it passes the same proof.
+`braid check MODEL` runs the proof for your own `config.json`, shows the figures, and names switches of the
+configuration that change nothing in the tiny model (`unseen`): of them the proof says nothing.
 
 * **packed**: rows go through the model without padding, in one forward pass.
 * **mixers**: packed as well, but linear attention, convolutions and state-space layers run once for each length, over
@@ -185,6 +210,11 @@ def row_of(name: str) -> tuple[bool, str]:
         HALF: "bfloat16",
         engine.name: "engine",
     }
+    try:
+        with quietly(), tempfile.TemporaryDirectory() as folder:
+            use(name, Path(folder), generates=engine.holds)
+    except FAILURES as error:
+        return False, f"| {name} | no | | {cell(f'used by its folder: {first_line(error)}')} |"
     figure = max(f.value for f in findings[:4])
     kind = "by rows" if plan.by_rows else "mixers" if plan.mixers else "packed"
     without = ", ".join(lacks[f.name] for f in wrong)
@@ -210,6 +240,27 @@ def sight_of(name: str) -> tuple[bool, str]:
     if finding.holds:
         return True, f"| {name} | yes | {plan}; differs by {finding.value:.0e} |"
     return False, f"| {name} | no | {cell(finding.note or f'log-probs differ by {finding.value:.1g}')} |"
+
+
+def use(name: str, folder: Path, generates: bool) -> None:
+    """Train a type from a folder, export it, and run the export by transformers. Raises whatever goes wrong."""
+    config = shrink_config(configuration(name))
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.vocab_size, part.eos_token_id = len(TOKENIZER), TOKENIZER.eos_token_id
+        part.pad_token_id = part.bos_token_id = TOKENIZER.pad_token_id
+    tiny_model(config).save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    data = write_pairs(folder / "pairs.jsonl")
+    for flow in ("sft", "grpo") if generates else ("sft",):
+        changed = {"output": str(folder), "name": flow, "data": {"train": str(data)}, "dtype": "float32"}
+        settings = merged(FLOWS[flow], {"trainer": {"steps": 2 if flow == "grpo" else 1}})
+        run = train(parse_config({**SETTINGS, **settings, **changed, "model": str(folder / "model")}))
+        lines = read_metrics(run)
+        assert all(math.isfinite(line["actor/grad_norm"]) for line in lines), f"{flow}: {lines}"
+    export_model(run, folder / "export")
+    model: Any = auto_class(config).from_pretrained(folder / "export")
+    logits = model(input_ids=torch.arange(2, 9)[None], use_cache=False).logits
+    assert bool(logits.isfinite().all()), "the export gives no finite logits"
 
 
 def configuration(name: str) -> Any:

@@ -15,7 +15,7 @@ from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
 from braidrl.training.acceptance import OPTIONAL, all_findings, layout_findings
 from braidrl.training.decoders.image_proof import seeing_finding
-from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, proof_device, quietly
+from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, proof_device, quietly, unexercised
 from braidrl.training.loading import check_model, read_model_config
 
 WIDTH = 52
@@ -42,6 +42,11 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
     say(f"{model}: {config.model_type}, {plan}")
     for finding in findings:
         say(line(finding))
+    with quietly():
+        unseen = unexercised(config)
+    for name in unseen:
+        switch = f"{name}={getattr(config.get_text_config(), name)}"
+        say(f"unseen  {switch:{WIDTH}} changes nothing in a tiny model")
     with quietly():
         more = [*layout_findings(twin, plan)] if layouts else []
         if getattr(config, "vision_config", None) is not None:

@@ -173,6 +173,9 @@ def _load(
             for handler, level in handlers:
                 handler.setLevel(level)
         missing = set(loaded["missing_keys"])
+        for parameter in model.parameters():
+            # transformers keeps some in float32; ranks divide parameters of one type.
+            parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
     use_fast_products(model)
     use_plan(model, plan)
     if lacking := sorted(missing - {optional}):
@@ -414,15 +417,19 @@ def read_model_config(path: str | Path) -> Any:
             value = about.get(name, 1)
             if value is None and name not in NEEDED:
                 continue
-            if type(value) is not int or not 1 <= value <= most:
+            # Some types give a width for each layer.
+            several = value if isinstance(value, list) and name not in NEEDED else [value]
+            if not several or not all(type(each) is int and 1 <= each <= most for each in several):
                 raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a whole number from 1 to {most}")
         heads, per_group = about.get("num_attention_heads") or 1, about.get("num_key_value_heads") or 1
-        if heads % per_group:
+        if isinstance(per_group, int) and heads % per_group:
             raise UserError(
                 f"model: {path}: num_key_value_heads {per_group} does not divide num_attention_heads {heads}"
             )
         for name in POSITIVE:
             value = about.get(name, 1.0)
+            if value is None:  # a type that names another one
+                continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
                 raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a number above 0")
         names = about.get("architectures") or []

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,14 @@ from braidrl.training.decoders.body import (
 )
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of, predicted_log_probs
-from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, tiny_model
+from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, special_ids, tiny_model
 
 LENGTHS = (5, 17, 8, 1, 9, 17, 16, 2)
 """Lengths around the limits of windows and of mixers' chunks; some are equal."""
 BOUND = 2e-4
 """Greatest difference of log-probs in float32, in nats; leaks and missing scalings cause a thousand times more."""
+ROUNDINGS, MOST_ROUNDING = 8.0, 2e-2
+"""Differences between float32 and float64 that a result may have, and the most nats that count as rounding."""
 GRADIENT_BOUND = 2e-3
 """Greatest norm of all gradients' difference, relative to the norm of the gradients."""
 FOUND = 3
@@ -67,6 +70,8 @@ PROMPTS = (2, 9, 8, 1, 1, 9, 5, 1)
 """Prompt tokens of each of the twin's rows."""
 FAILURES = (Exception,)
 """Errors of transformers' models under unexpected calls: any type; the model is then refused in one line."""
+OF_OUTPUT = re.compile("output_|return_|use_cache|is_|add_cross|tie_|_|chunk_size_feed|torchscript")
+"""Beginnings of switches that change no logits, or the class of a model."""
 UNNAMED = (
     "_name_or_path",
     "dtype",
@@ -136,6 +141,9 @@ class Twin:
         text = self.config.get_text_config()
         generator = torch.Generator().manual_seed(seed)
         rows = [torch.randint(2, text.vocab_size - 4, (length,), generator=generator) for length in LENGTHS]
+        # Special tokens stand where they do in texts: at the ends, and between turns.
+        for number, (row, special) in enumerate(zip(rows, cycle(special_ids(self.config) or [2]), strict=False)):
+            row[-1], row[len(row) // 2 if number % 2 else 0] = special, special
         weights = [torch.randn(length - 1, generator=generator) for length in LENGTHS]
         self.rows, self.weights = ([each.to(self.device) for each in drawn] for drawn in (rows, weights))
 
@@ -170,6 +178,24 @@ class Twin:
                     gradients[name] = gradients.get(name, 0) + parameter.grad
             model.zero_grad()
         return log_probs, gradients
+
+    @cached_property
+    @torch.no_grad()
+    def bound(self) -> float:
+        """Return the greatest difference of log-probs (nats) that rounding explains: BOUND, or several times the
+        difference of transformers' own in float32 and float64.
+        """
+        try:
+            exact = copy.deepcopy(self.untouched()).double()
+            logits = [exact(input_ids=row[None], use_cache=False).logits[0, :-1] for row in self.rows]
+        except FAILURES:  # kernels without float64
+            return BOUND
+        found = [
+            scores.log_softmax(-1).gather(-1, row[1:, None])[:, 0]
+            for scores, row in zip(logits, self.rows, strict=True)
+        ]
+        rounding = distance([each.double() for each in self.alone[0]], found)
+        return max(BOUND, min(ROUNDINGS * rounding, MOST_ROUNDING))
 
     def untouched(self) -> Any:
         """Return transformers' twin before its first row: some ropes keep what earlier rows have set."""
@@ -220,10 +246,10 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
         short = packed_log_probs(model, [torch.cat([twin.rows[1][:9], twin.rows[5][9:]]), twin.rows[0]])
     gradient = float(torch.as_tensor(differing).sqrt() / total)
     return [
-        Finding("packed rows equal rows alone: log-probs", distance(packed, alone), BOUND),
+        Finding("packed rows equal rows alone: log-probs", distance(packed, alone), twin.bound),
         Finding("packed rows equal rows alone: gradients", gradient, GRADIENT_BOUND),
-        Finding("order of rows changes nothing", distance(turned, alone), BOUND),
-        Finding("a token sees only tokens before it", distance([short[0][:8]], [packed[1][:8]]), BOUND),
+        Finding("order of rows changes nothing", distance(turned, alone), twin.bound),
+        Finding("a token sees only tokens before it", distance([short[0][:8]], [packed[1][:8]]), twin.bound),
     ]
 
 
@@ -231,6 +257,31 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the greatest absolute difference of two lists of tensors; infinity for NaN."""
     found = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))
     return found if found == found else float("inf")
+
+
+@torch.no_grad()
+def unexercised(config: Any) -> list[str]:
+    """Return the switches of a configuration, on where a type's default is off or the reverse, that change nothing in
+    its twin: the proof says nothing about them.
+    """
+    text, found = config.get_text_config(), list[str]()
+    usual, row = type(text)().to_dict(), torch.arange(2, 2 + max(LENGTHS))[None]
+
+    def logits(switched: str | None = None) -> Tensor:
+        changed = copy.deepcopy(text)
+        if switched is not None:
+            setattr(changed, switched, usual[switched])
+        model: Any = tiny_model(shrink_config(changed), attn_implementation="eager")
+        return torch.as_tensor(model(input_ids=row, use_cache=False).logits)
+
+    names = [name for name, value in text.to_dict().items() if isinstance(value, bool) and value != usual.get(name)]
+    for name in (name for name in names if name in usual and not OF_OUTPUT.match(name)):
+        try:
+            if torch.equal(logits(), logits(name)):
+                found.append(name)
+        except FAILURES:  # the other value needs other settings
+            continue
+    return found
 
 
 def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
@@ -244,7 +295,7 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     other = torch.cat([row[:9], twin.rows[5][9:]])
     with torch.no_grad():
         whole, part = (twin.untouched()(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, other))
-    if float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > BOUND:
+    if float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > twin.bound:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
     try:
         body_of(twin.own)
@@ -392,7 +443,7 @@ def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
             if place + 1 < len(row):
                 found[number].append(logits[number + first, row[place + 1]])
     ours = [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in found]
-    return distance(ours, twin.decoded), BOUND
+    return distance(ours, twin.decoded), twin.bound
 
 
 def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> ForwardPlan:

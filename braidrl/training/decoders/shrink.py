@@ -8,6 +8,7 @@ than the proof's sequences; scale factors are unchanged.
 
 import copy
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,8 @@ MOST = {
 
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     """Return a configuration of the same class and structure with some ten thousand parameters."""
-    return type(config)(**_shrunk(config.to_dict(), head_width))
+    settings = config.to_dict()
+    return type(config)(**_shrunk(settings, head_width, _token_ids(settings)))
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -156,8 +158,37 @@ def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
-    """Return the settings that are specific to a model type, made small."""
+def special_ids(config: Any) -> list[int]:
+    """Return the ids of the tokens that begin, end and separate texts, as a configuration names them."""
+    text = config.get_text_config()
+    named = [getattr(text, f"{name}_token_id", None) for name in ("bos", "eos", "sep", "cls", "decoder_start")]
+    ids = [each for value in named for each in (value if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(each for each in ids if isinstance(each, int) and 0 <= each < text.vocab_size))
+
+
+def is_token(name: Any) -> bool:
+    """Return whether a setting is the id of a special token, or a list of such ids."""
+    return isinstance(name, str) and name.endswith(("token_id", "token_index"))
+
+
+def _token_ids(settings: dict[str, Any]) -> dict[int, int]:
+    """Return an id in the twin's vocabulary for each special token beyond it, in all parts of a configuration; ids that
+    differ stay different.
+    """
+
+    def ids(part: dict[str, Any]) -> Iterator[int]:
+        for name, value in part.items():
+            if isinstance(value, dict):
+                yield from ids(value)
+            elif is_token(name):
+                yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+
+    beyond = sorted({each for each in ids(settings) if each >= VOCABULARY})
+    return {each: VOCABULARY - 1 - number % (VOCABULARY // 2) for number, each in enumerate(beyond)}
+
+
+def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -> dict[str, Any]:
+    """Return the settings that are specific to a model type, made small; `tokens` are the ids of special tokens."""
     common = PreTrainedConfig().to_dict()
     given = {
         name: value
@@ -165,14 +196,17 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
         if not (name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]))
     }
     found = {
-        name: _shrunk(value, head_width)
+        name: _shrunk(value, head_width, tokens)
         if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")
         else value
         for name, value in given.items()
     }
     sizes = _Sizes.of(found, head_width)
     for name, value in given.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if is_token(name) and not KEPT.search(name) and value is not None:
+            several = [tokens.get(each, each) for each in (value if isinstance(value, list) else [value])]
+            found[name] = several if isinstance(value, list) else several[0]
+        elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             found[name] = sizes.small_value(name, value)
         elif re.search(r"soft_?cap", name) and isinstance(value, float) and value > 0:
             found[name] = 1.0  # as small as the tiny model's scores, so that the cap takes effect
@@ -184,8 +218,6 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
             found[name] = [sizes.heads] * len(value)
         elif name == "compress_rates" and value:
             found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
-    if isinstance(found.get("eos_token_id"), list):
-        found["eos_token_id"] = 1
     for rule in (_attention, _recurrence, _experts, _layers, _positions):
         rule(found, given, sizes)
     return found
@@ -216,8 +248,6 @@ class _Sizes(NamedTuple):
         is_kept = KEPT.search(name)
         if "vocab" in name and not is_kept:
             return VOCABULARY if name == "vocab_size" else min(value, VOCABULARY)
-        if name.endswith(("token_id", "token_index")) and not is_kept:
-            return min(value, VOCABULARY - 1)
         if name in EXACT or name in MOST:
             return EXACT[name] if name in EXACT else min(value, MOST[name])
         if name in HEADS or name.endswith("num_attention_heads"):

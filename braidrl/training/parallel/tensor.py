@@ -99,7 +99,7 @@ def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
     """Return the style of each module of a model. Raises UserError, naming `key`, for a model without a plan."""
     plan = model.config.get_text_config().base_model_tp_plan
-    if not plan:
+    if not any("*" in name for name in plan or ()):  # of each layer, not of embeddings alone
         raise UserError(f"{key}: transformers has no tensor-parallel plan of {type(model).__name__}; write {remedy}")
     # The embedding is in no plan, except for tied models in some versions of transformers.
     return {**plan, "embed_tokens": "embedding_rowwise"}

@@ -26,7 +26,9 @@ from braidrl.training.decoders.proof import (
     packed_findings,
     quietly,
     remembered,
+    unexercised,
 )
+from braidrl.training.decoders.shrink import special_ids
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import full_tensor
 
@@ -254,3 +256,18 @@ def test_check_finds_weights_that_are_read_in_another_order(monkeypatch: pytest.
     )
     with quietly():
         assert not accept("read in parts by file names, buffers rebuilt", twin_of("deepseek_v3"), PACKED).holds
+
+
+def test_a_twins_rows_hold_the_special_tokens_of_its_configuration_apart() -> None:
+    config = AutoConfig.for_model("mistral", bos_token_id=1, eos_token_id=[32001, 32007], pad_token_id=32007)
+    twin = Twin(config)
+    begin, *ends = special_ids(twin.config)
+    assert begin == 1 and len(set(ends)) == 2 and twin.config.pad_token_id == ends[1]
+    assert {int(row[-1]) for row in twin.rows} == {begin, *ends}
+    assert max(int(row.max()) for row in twin.rows) < twin.config.vocab_size
+
+
+def test_switches_that_a_tiny_model_cannot_show_are_named() -> None:
+    config = AutoConfig.for_model("qwen2", use_sliding_window=True, max_window_layers=100)
+    assert unexercised(config) == ["use_sliding_window"]
+    assert unexercised(AutoConfig.for_model("llama", attention_bias=True)) == []
