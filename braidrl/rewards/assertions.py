@@ -16,7 +16,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from braidrl.rewards.cases import Asserted, parsed
+from braidrl.rewards.cases import Asserted, asserting, parsed
 from braidrl.rewards.crossing import Foreign
 from braidrl.rewards.pytest_forms import Pytest, calls_of
 from braidrl.rewards.subjects import named_under_test
@@ -24,8 +24,6 @@ from braidrl.rewards.subjects import named_under_test
 MODULE = "braid_test"
 """The name of a test's module, by which its own classes are known."""
 COUNT, IS, TYPE = "__asserted__", "__is__", "__type__"
-ASSERTING = ("raises", "fail", "warns")
-"""Functions of pytest's and unittest's that assert, beside those whose names begin with `assert`."""
 
 
 class Stopped(BaseException):
@@ -149,23 +147,6 @@ class Counted(ast.NodeTransformer):
         elif isinstance(found, ast.Call) and len(found.args) == 1 and ast.unparse(found.func) == "type":
             found.func = ast.Name(TYPE, ast.Load())
         return [counting(), found] if asserts else found
-
-
-def asserting(node: ast.stmt) -> bool:
-    """Return whether a statement asserts by itself: `assert`, a call of a function that asserts, or `if ...: raise`."""
-    if isinstance(node, ast.Assert):
-        return True
-    if isinstance(node, ast.If):
-        return any(isinstance(part, ast.Raise) for part in node.body + node.orelse)
-    if isinstance(node, ast.With | ast.AsyncWith):
-        heads: list[ast.AST] = [item.context_expr for item in node.items]
-    elif hasattr(node, "body"):
-        return False
-    else:
-        heads = [node]
-    calls = (part.func for head in heads for part in ast.walk(head) if isinstance(part, ast.Call))
-    named = (getattr(function, "attr", getattr(function, "id", "")) for function in calls)
-    return any(name.startswith("assert") or name in ASSERTING for name in named)
 
 
 def counting() -> ast.stmt:

@@ -16,6 +16,8 @@ ENTRY = ("fn_name", "entry_point", "func_name")
 """Keys, of the tests or of the example, that name the function under test."""
 SETUP = ("test_imports", "test_setup_code")
 TESTS = ("test_list", "test", "tests")
+ASSERTING = ("raises", "fail", "warns")
+"""Functions of pytest's and unittest's that assert, beside those whose names begin with `assert`."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def case_of(one: Any, entry: str, setup: str) -> Case:
     """Return one test. Raises ValueError for a form that is not known."""
     if isinstance(one, str):
         text = f"{setup}\n{one}" if setup else one
-        if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(parsed(text))):
+        if not any(asserting(node) for node in ast.walk(parsed(text)) if isinstance(node, ast.stmt)):
             raise ValueError(f"a test that asserts nothing: {one[:80]!r}")
         return Asserted(text, entry)
     if not isinstance(one, dict) or "input" not in one or "output" not in one:
@@ -148,3 +150,20 @@ def parsed(text: str) -> ast.Module:
         return ast.parse(text, "test.py")
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"a test is not Python: {error}: {text[:80]!r}") from None
+
+
+def asserting(node: ast.stmt) -> bool:
+    """Return whether a statement asserts by itself: `assert`, a call of a function that asserts, or `if ...: raise`."""
+    if isinstance(node, ast.Assert):
+        return True
+    if isinstance(node, ast.If):
+        return any(isinstance(part, ast.Raise) for part in node.body + node.orelse)
+    if isinstance(node, ast.With | ast.AsyncWith):
+        heads: list[ast.AST] = [item.context_expr for item in node.items]
+    elif hasattr(node, "body"):
+        return False
+    else:
+        heads = [node]
+    calls = (part.func for head in heads for part in ast.walk(head) if isinstance(part, ast.Call))
+    named = (getattr(function, "attr", getattr(function, "id", "")) for function in calls)
+    return any(name.startswith("assert") or name in ASSERTING for name in named)

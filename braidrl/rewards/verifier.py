@@ -16,12 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from braidrl.errors import UserError, suggest
-from braidrl.importing import relative_to
+from braidrl.errors import UserError, first_line, suggest
+from braidrl.importing import import_function, relative_to
 from braidrl.rewards.verifiers import VERIFIERS, Score
 from braidrl.sandbox.answers import Answerer, Answering, Message
 from braidrl.sandbox.host import failure_of, raised
 
+READERS = {"code": "braidrl.rewards.cases:cases_of"}
+"""Functions that read the reference answers of a verifier, (answer, metadata), and raise ValueError for one that is of
+no use.
+"""
 KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
 
 
@@ -53,6 +57,18 @@ class Verifier:
     reads: tuple[str, ...]
     asynchronous: bool
     weight: float = 1.0
+
+    def unusable(self, answer: Any, metadata: Mapping[str, Any]) -> str:
+        """Return why an example's reference answer cannot be compared with; empty if it can, or if the verifier cannot
+        tell.
+        """
+        if self.name not in READERS:
+            return ""
+        try:
+            import_function(READERS[self.name])(answer, metadata)
+        except ValueError as error:
+            return first_line(error)
+        return ""
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:
         """Call the function with a completion's fields, and return its result; an awaitable if it is `async`."""

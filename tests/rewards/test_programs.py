@@ -24,8 +24,10 @@ from braidrl.rewards.cases import Asserted, Called, Printed, cases_of
 from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.programs import lines_of, program_of
 from braidrl.rewards.verifier import Completion, resolve
+from braidrl.runtimes.prepare.setup import prepare
 from tests.attacks.test_verifiers import has_walls
 from tests.rewards.programs_by_form import FORMS
+from tests.tiny import Workshop, write_jsonl
 
 DOUBLE = "print(2 * int(input()))"
 TESTS = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
@@ -306,3 +308,22 @@ def test_what_cannot_be_told_is_the_rows_failure_by_name(fraction: bool) -> None
             name,
             one,
         )
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (["def test_f():\n    f(2)"], "asserts nothing"),
+        (["f(2)"], "asserts nothing"),
+        ({"inputs": [], "outputs": []}, "no tests"),
+        (["assert f(2 =="], "not Python"),
+        ([{"question": 4}], "input"),
+    ],
+)
+def test_data_whose_tests_are_of_no_use_are_refused_before_a_run(workshop: Workshop, answer: Any, why: str) -> None:
+    good = {"prompt": "Write f.", "answer": json.dumps(["assert f(2) == 4"])}
+    path = write_jsonl(workshop.folder / "code.jsonl", [good, {**good, "answer": json.dumps(answer)}])
+    config = workshop.config(data={"train": str(path)}, reward={"verify": "code", "sandbox": "bubblewrap"})
+    with pytest.raises(UserError, match=f"code.jsonl, line 2: .*{why}") as refused:
+        prepare(config)
+    assert "\n" not in str(refused.value)

@@ -29,7 +29,7 @@ from braidrl.engines.deployment import MODES, Deployment
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.flow.flow import serial_chain
-from braidrl.rewards.verifier import resolve
+from braidrl.rewards.verifier import READERS, resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.deployment import deploy
@@ -53,6 +53,8 @@ Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
 BLIND_AXES = ("pipeline", "tensor", "expert", "shard")
 """Axes of a layout that images do not support."""
+EXAMINED = 2000
+"""Examples of a source whose reference answers are read before a run: some seconds; later ones fail as rows."""
 logger = logging.getLogger(__name__)
 
 
@@ -249,8 +251,18 @@ def set_up_torch(config: Config) -> None:
 
 
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
-    """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
+    """Raise UserError, with its line, for the first example without the answer that a verifier compares with, or with
+    one of no use among the first EXAMINED.
+    """
     for source, own in zip(sources, settings, strict=True):
+        for verifier in (resolve(one.name, one.params) for one in own.verify or config.reward.verify):
+            for number in range(min(len(source), EXAMINED) if verifier.name in READERS else 0):
+                example = source[number]
+                if why := verifier.unusable(example.answer, example.metadata):
+                    raise UserError(
+                        f"{place_of(source.path, example.line)}: the verifier {verifier.label!r} cannot use the "
+                        f"answer: {why}; leave the example out, or mend it"
+                    )
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
         if line is None:
             continue
