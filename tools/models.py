@@ -131,7 +131,8 @@ configuration that change nothing in the tiny model (`unseen`): of them the proo
   embedded engine is refused; training on given rows (SFT, DPO, reward models) works. For Zamba 2 and Nemotron H,
   transformers' form for one token leaves out the lower limit of the time step, which its form for many tokens has.
 
-A model that also sees or hears (Gemma 3, Mistral 3, Qwen-VL, Qwen3.5) trains as text: its towers stay as they are, and
+A model that also sees or hears (Gemma 3, Mistral 3, Qwen-VL, Qwen3.5) trains on text, and on images where its type is
+proven to see ([models that see](vision.md)). Its towers stay as they are, unless `trainer.train_vision` is true, and
 a checkpoint keeps every tensor of the folder, also those that transformers does not load, such as layers that predict
 several tokens.
 
