@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from braidrl.native.building import in_memory, processor
+from braidrl.native.building import address, in_memory, library, processor
 from braidrl.native.kernels import accumulate, has_kernels
 
 GRADIENT_ROWS = 512
@@ -43,6 +43,41 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         return _Product.apply(x, weight, bias)
     return onednn(x, weight, bias)
+
+
+@cache
+def has_row_product(dtype: torch.dtype) -> bool:
+    """Return True if `row_product` is the faster one for decoding on this processor.
+
+    On AVX2 a float32 product of 1 row takes a fifth of the time of torch's 16, and 16 to 256 rows take as long as
+    torch's; bfloat16 products without bfloat16 units take a fifth. With units of 512 bits torch multiplies.
+    """
+    units = {torch.float32: {"avx512f"}, torch.bfloat16: {"avx512_bf16", "amx_bf16"}}
+    flags = set(processor().get("flags", "").split())
+    if "avx2" not in flags or dtype not in units or flags & units[dtype]:
+        return False
+    return library("products", dtype) is not None
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x (M, K) @ weight (N, K).T + bias (N,), (M, N), without gradients; a row has the same bits for any number
+    of rows M, and few rows cost little more than reading the weight. Raises MemoryError.
+    """
+    dtype = x.dtype
+    out = x.new_empty((len(x), len(weight)))
+    done = library("products", dtype).product(
+        address(x, dtype),
+        address(weight, dtype),
+        None if bias is None else address(bias, dtype),
+        address(out, dtype),
+        len(x),
+        x.shape[1],
+        len(weight),
+        torch.get_num_threads(),
+    )
+    if not done:
+        raise MemoryError("no memory for the numbers of a product")
+    return out
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

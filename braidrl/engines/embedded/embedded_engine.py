@@ -6,7 +6,7 @@ add ──▶ waiting ──free slot──▶ slots ──step──▶ a token
                once for all rows that share it
 
 A row's results do not depend on the batch composition. With compiled kernels a step reads the tokens of the rows alone,
-padded to a multiple of 16: from 16 rows on, a CPU's matrix products give each row the same bits for any number of rows.
+padded to a multiple of 16 where torch multiplies: from 16 rows on, its products give each row the same bits on a CPU.
 Else all slots take part in every step, idle ones without effect; on a CPU the step shrinks in multiples of 16 rows.
 
 With compiled kernels a step may also read guesses of a row's next tokens, and draws several (`speculation`).
@@ -164,11 +164,13 @@ class EmbeddedEngine(SteppingEngine):
         """The row in each slot that has one."""
         self._states = SlotStates.idle(self.slots, self._log_prob_dtype, model.device)
         self._positions = self._steps = 0
+        # Sharded layers multiply with torch.
+        self._multiple = self._native.row_multiple if self._native is not None and slices is None else ROW_MULTIPLE
         # With some ropes a row's length changes its earlier numbers. Ranks that decode together would have to make the
         # same guesses, but measure different seconds.
         alone = slices is None and pipeline is None and group is None
         guesses = speculation == "auto" and self._native is not None and alone and not self._rope_lengths
-        self.speculation = Speculation(self.slots, ROW_MULTIPLE, PASS_TOKENS) if guesses else None
+        self.speculation = Speculation(self.slots, self._multiple, PASS_TOKENS) if guesses else None
         self._look_at_rows()
 
     def parts(self) -> Mapping[str, WeightPart]:
@@ -324,7 +326,7 @@ class EmbeddedEngine(SteppingEngine):
         states, read, start = self._states, self._pass, time.perf_counter()
         if (speculation := self.speculation) is not None:
             chosen = speculation.choose(read.slots, states.tokens, states.drawn, states.limit)
-            read = Pass.of(read.slots, chosen) if chosen is not None else read
+            read = Pass.of(read.slots, self._multiple, chosen) if chosen is not None else read
         slots, tokens = read.slots[read.rows], read.tokens(states)
         numbers = states.drawn[slots] + read.offsets
         uniforms = uniform(states.key[slots], states.first_draw[slots] + numbers)
@@ -406,7 +408,7 @@ class EmbeddedEngine(SteppingEngine):
         rows, self._has_changed = self._rows, False
         slots = sorted(rows)
         if self._native is not None:
-            self._pass = Pass.of(torch.tensor(slots, dtype=torch.int64))
+            self._pass = Pass.of(torch.tensor(slots, dtype=torch.int64), self._multiple)
             """The tokens of the next step, if it reads no guesses."""
         else:
             count = round_up(max(rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots

@@ -1,4 +1,5 @@
-"""One decode step of a Llama-like model on the CPU: matrix products by torch, everything else by compiled kernels.
+"""One decode step of a Llama-like model on the CPU by compiled kernels; matrix products by torch, or by one of them
+where torch is slow.
 
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
@@ -19,9 +20,9 @@ from transformers import PreTrainedModel
 
 from braidrl.data.token_columns import LOG_PROBS
 from braidrl.engines.embedded.sharded_decoding import SendHidden
-from braidrl.engines.embedded.slot_states import SlotStates
+from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
 from braidrl.native.building import address, library
-from braidrl.native.linear import product
+from braidrl.native.linear import ProductLinear, has_row_product, product, row_product
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.lora import is_adapter
 from braidrl.training.parallel.pipeline import local_layers
@@ -208,6 +209,9 @@ class NativeDecoder:
     def __init__(self, model: PreTrainedModel, kernels: Kernels, width: int) -> None:
         config: Any = model.config
         self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
+        self._product = row_product if has_row_product(model.dtype) else product
+        self.row_multiple = 4 if self._product is row_product else ROW_MULTIPLE
+        """Tokens of a step are a multiple of this: a tile of the product, or what gives a row the same bits."""
         self._cached = config.num_key_value_heads, (width, width)
         self.refresh()
 
@@ -253,7 +257,7 @@ class NativeDecoder:
         update = None
         for number, layer in enumerate(self._layers):
             normed = kernels.add_norm(residual, update, layer.input_norm, epsilon)
-            projected = product(normed, layer.projections, layer.projection_bias)
+            projected = self._product(normed, layer.projections, layer.projection_bias)
             keys, values = cache.layer(number, *self._cached)
             attended = kernels.attend(
                 projected,
@@ -267,16 +271,22 @@ class NativeDecoder:
                 layer.window,
                 layer.scaling,
             )
-            update = layer.output(attended)
+            update = self._linear(layer.output, attended)
             normed = kernels.add_norm(residual, update, layer.post_norm, epsilon)
-            gated = kernels.gated(product(normed, layer.gate_up, layer.gate_up_bias))
-            update = layer.down(gated)
+            gated = kernels.gated(self._product(normed, layer.gate_up, layer.gate_up_bias))
+            update = self._linear(layer.down, gated)
         if isinstance(body.norm, SendHidden):
             sent: Tensor = body.norm(residual + update)
             return sent
         normed = kernels.add_norm(residual, update, body.norm.weight, epsilon)
-        logits: Tensor = self._model.get_output_embeddings()(normed)
-        return logits
+        return self._linear(self._model.get_output_embeddings(), normed)
+
+    def _linear(self, module: Any, x: Tensor) -> Tensor:
+        """Apply a linear layer; a sharded one runs its collective."""
+        if self._product is row_product and type(module) in (nn.Linear, ProductLinear):
+            return row_product(x, module.weight.detach(), None if module.bias is None else module.bias.detach())
+        applied: Tensor = module(x)
+        return applied
 
 
 @torch.no_grad()

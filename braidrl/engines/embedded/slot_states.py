@@ -155,11 +155,14 @@ class Pass:
     """(R, K), the guesses of which the first ones are read."""
 
     @staticmethod
-    def of(slots: Tensor, guesses: tuple[Tensor, Tensor] | None = None) -> "Pass":
-        """Read the current token of the rows in these slots (R,); with guesses (R, K) so many of each row (R,) too."""
+    def of(slots: Tensor, multiple: int, guesses: tuple[Tensor, Tensor] | None = None) -> "Pass":
+        """Read the current token of the rows in these slots (R,); with guesses (R, K) so many of each row (R,) too.
+
+        The pass has a multiple of `multiple` tokens.
+        """
         counts = torch.ones_like(slots) if guesses is None else guesses[1] + 1
         starts = pad(counts.cumsum(0), (1, 0))
-        filler = -int(starts[-1]) % ROW_MULTIPLE
+        filler = -int(starts[-1]) % multiple
         rows = torch.repeat_interleave(torch.arange(len(slots)), counts)
         offsets = torch.arange(len(rows)) - starts[rows]
         token_slots = pad(slots[rows], (0, filler), value=NO_SLOT)

@@ -15,6 +15,7 @@ Shapes: R rows, K guesses of a row, D tokens of the longest context.
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from statistics import median
 from typing import Any
 from weakref import finalize
@@ -202,6 +203,13 @@ class PassCosts:
         return median(self._seconds[near]) * (1 + size / near[0]) / 2
 
 
+@cache
+def sizes_of(multiple: int, most: int) -> tuple[int, ...]:
+    """Return the sizes of passes with guesses: few, so that each is measured often."""
+    steps = [round(multiple * factor * 2**power) for power in range(1, 12) for factor in (1, 1.5)]
+    return tuple(size for size in (multiple, *steps) if size <= most)
+
+
 Costs = Callable[[int, bool], float]
 """A function that returns a pass's seconds from its number of tokens and whether some are guesses."""
 
@@ -218,7 +226,9 @@ def useful_guesses(probabilities: Sequence[float], rows: int, costs: Costs, mult
     """
     best, rate = 0, GAIN * rows / costs(-(-rows // multiple) * multiple, False)
     drawn, taken = float(rows), 0
-    for size in range(-(-(rows + 1) // multiple) * multiple, most + 1, multiple):
+    for size in sizes_of(multiple, most):
+        if size <= rows:
+            continue
         room = min(size - rows, len(probabilities))
         drawn, taken = drawn + sum(probabilities[taken:room]), room
         if taken and drawn / costs(size, True) > rate:

@@ -1,0 +1,135 @@
+"""Exact speculation over repeated epochs: runs without and with `rollout.speculation`, the same prompts in each step.
+
+    python -m benchmarks.epochs arithmetic
+    python -m benchmarks.epochs sums --prompts 16 --steps 2
+
+model, prompts ──braid train, speculation=off──▶ metrics ┬─▶ equal in all but what a clock measures
+               ──braid train, speculation=auto─▶ metrics ┴─▶ seconds of generation, passes and guesses of each epoch
+
+The arithmetic task's model is made first, in about a minute: it imitates a teacher with mistakes. SmolLM2 is fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe
+from braidrl.config import load_config
+from braidrl.observe.metrics import MEASURED, read_metrics
+from braidrl.runtimes.run import train
+from braidrl.runtimes.saving.checkpoints import export_model
+from examples.arithmetic.task import demonstrations, problems, questions, write_jsonl, write_model
+from examples.smollm2.fetch import FOLDER as SMOLLM2
+from examples.smollm2.fetch import fetch
+from examples.smollm2.tasks import sums
+
+WORK = Path("build/epochs")
+RESULT = Path("benchmarks/results/epochs.json")
+STAGE = "actor.generate"
+WAYS = ("off", "auto")
+
+
+def arithmetic(prompts: int) -> list[str]:
+    """Return overrides for sums of two numbers by a tiny model, which imitates a teacher with mistakes."""
+    folder, pairs = WORK / "arithmetic", problems(4000, 2, seed=0)
+    write_jsonl(folder / "train.jsonl", questions(pairs[:prompts]))
+    if not (folder / "model").is_dir():
+        write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs, mistakes=0.55, seed=0))
+        write_model(folder / "untrained", 0)
+        data = [f"model={folder}/untrained", f"data.train={folder}/demonstrations.jsonl", f"output={folder}"]
+        run = train(load_config(Path("examples/arithmetic/warm_start.yaml"), data))
+        export_model(run, folder / "model")
+    return [
+        f"model={folder}/model",
+        f"data.train={folder}/train.jsonl",
+        "flow=grpo",
+        "rollout.max_response_tokens=40",
+        "trainer.learning_rate=5e-4",
+        "rollout.slots=128",
+    ]
+
+
+def smollm2(prompts: int) -> list[str]:
+    """Return overrides for sums in words by SmolLM2-135M-Instruct."""
+    if not (SMOLLM2 / "config.json").exists():
+        fetch()
+    write_jsonl(WORK / "sums.jsonl", sums()[0][:prompts])
+    return [
+        f"model={SMOLLM2}",
+        f"data.train={WORK}/sums.jsonl",
+        "flow=grpo",
+        "rollout.max_response_tokens=16",
+        "trainer.learning_rate=1e-5",
+        "rollout.slots=256",
+        "trainer.share_prompts=true",
+    ]
+
+
+TASKS = {"arithmetic": arithmetic, "sums": smollm2}
+
+
+def run(task: list[str], name: str, prompts: int, steps: int, speculation: str) -> list[dict[str, Any]]:
+    """Train over the same prompts in each step, and return the metrics of the steps."""
+    overrides = [
+        *task,
+        f"name={name}-{speculation}",
+        f"output={WORK}",
+        f"rollout.speculation={speculation}",
+        f"trainer.steps={steps}",
+        f"trainer.prompts_per_step={prompts}",
+        "trainer.checkpoint_every=0",
+        "rollout.samples_per_prompt=8",
+        "evaluation.every=0",
+        "reward.verify={name: gsm8k, params: {flexible: true}}",
+        "trackers=[]",
+    ]
+    return [line for line in read_metrics(train(load_config(None, overrides))) if line["step"] > 0]
+
+
+def epoch(number: int, plain: dict[str, Any], guessed: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of one epoch. Raises AssertionError if a metric differs that no clock measures."""
+    names = [name for name in plain | guessed if not name.startswith(MEASURED)]
+    differing = [name for name in names if plain.get(name) != guessed.get(name)]
+    assert not differing, f"epoch {number} differs in {', '.join(differing)}"
+    seconds = [line[f"time/{STAGE}"] for line in (plain, guessed)]
+    shares = {name: guessed.get(f"speculation/{STAGE}/{name}") for name in ("passes", "drafted", "accepted")}
+    return {"epoch": number, "seconds_off": seconds[0], "seconds_auto": seconds[1], **shares}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10, help="steps, each an epoch over all prompts")
+    parser.add_argument("--turns", type=int, default=1, help="runs of each side, in turn; the fastest counts")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engine's weights")
+    arguments = parser.parse_args()
+    for name in arguments.tasks:
+        task = [*TASKS[name](arguments.prompts), f"rollout.dtype={arguments.dtype}"]
+        best: dict[str, list[dict[str, Any]]] = {}
+        for turn, way in itertools.product(range(arguments.turns), WAYS):
+            lines = run(task, f"{name}-{turn}", arguments.prompts, arguments.steps, way)
+            earlier = best.get(way, lines)
+            key = f"time/{STAGE}"
+            best[way] = [{**new, key: min(old[key], new[key])} for old, new in zip(earlier, lines, strict=True)]
+        epochs = [epoch(i + 1, *pair) for i, pair in enumerate(zip(best["off"], best["auto"], strict=True))]
+        print(f"\n{name}, {arguments.dtype}: {arguments.prompts} prompts x 8 samples; all other metrics are equal")
+        print("epoch  seconds off  seconds auto  times as fast  passes a token  guesses a token  of them right")
+        for one in epochs:
+            ratio = one["seconds_off"] / one["seconds_auto"]
+            shares = [one[share] or 0.0 for share in ("passes", "drafted", "accepted")]
+            figures = "".join(f"{share:>16.2f}" for share in shares)
+            print(f"{one['epoch']:>5} {one['seconds_off']:>12.2f} {one['seconds_auto']:>13.2f} {ratio:>14.2f}{figures}")
+        known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+        known[f"{name} {arguments.dtype}"] = {**vars(arguments), **describe(torch.get_num_threads()), "epochs": epochs}
+        RESULT.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
