@@ -280,6 +280,12 @@ class RolloutConfig(Section):
     transport, `module:name` or `file.py:name`. The default is collective between CUDA devices, else file.
     """
 
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _reads_off(cls, value: object) -> object:
+        # YAML reads off as false, and on as true.
+        return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value
+
     @field_validator("weights", mode="before")
     @classmethod
     def _names_a_way(cls, value: object) -> object:

@@ -42,6 +42,8 @@ REMEMBERED = 16
 """Earlier responses that are remembered for each prompt."""
 REMEMBERED_TOKENS = 1 << 24
 """Tokens of all of them, 4 bytes each; the prompts that were used last stay."""
+PROMPT_TOKENS = 4096
+"""Last tokens of a prompt from which is guessed; a token takes 120 bytes and more in a book."""
 MEASURED = 5
 """Measurements of a pass's seconds that count, by its size."""
 VALID = 256
@@ -114,7 +116,8 @@ class Guesses:
             before = last_tokens(ids[:own])
             for response in self._earlier.of(name):
                 book.read(response, before)
-            book.read(ids[:own], last_tokens(ids[:0]))
+            start = max(0, own - PROMPT_TOKENS)
+            book.read(ids[start:own], last_tokens(ids[:start]))
         if request.continues:
             book.read(ids[own:], last_tokens(ids[:own]))
         book.rows += 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from braidrl.config import load_config
 from braidrl.data.rows import FinishReason
 from braidrl.data.token_columns import token_column, token_columns
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
@@ -21,6 +23,7 @@ from braidrl.engines.embedded.speculation import (
     useful_guesses,
 )
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
+from braidrl.errors import UserError
 from tests.engines.tiny import make_model, make_requests, make_tokenizer
 
 REPEATING = SamplingParams(temperature=0.3, max_tokens=40)
@@ -152,6 +155,15 @@ def test_an_aborted_row_returns_the_tokens_of_its_last_pass_and_continues_equall
         assert complete.tokens.tolist() == row.tokens.tolist()
         # The resumed row's earlier tokens were computed in one forward pass, which rounds otherwise.
         torch.testing.assert_close(complete.log_probs, row.log_probs, rtol=0, atol=1e-5)
+
+
+def test_speculation_is_turned_off_by_the_word_that_yaml_reads_as_false(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for written, expected in (("off", "off"), ("'off'", "off"), ("auto", "auto"), ("on", "auto")):
+        config = load_config(None, ["flow=grpo", f"model={tmp_path}", f"rollout.speculation={written}"])
+        assert config.rollout.speculation == expected
+    with pytest.raises(UserError, match=r"rollout\.speculation"):
+        load_config(None, ["flow=grpo", f"model={tmp_path}", "rollout.speculation=always"])
 
 
 def test_no_guesses_are_made_where_a_pass_costs_as_much_as_its_tokens() -> None:
