@@ -282,8 +282,9 @@ class NativeDecoder:
         return self._linear(self._model.get_output_embeddings(), normed)
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        """Apply a linear layer; a sharded one runs its collective."""
-        if self._product is row_product and type(module) in (nn.Linear, ProductLinear):
+        """Apply a linear layer; a sharded one runs its collective, and one with hooks runs them."""
+        hooked = module._forward_pre_hooks or module._forward_hooks
+        if self._product is row_product and type(module) in (nn.Linear, ProductLinear) and not hooked:
             return row_product(x, module.weight.detach(), None if module.bias is None else module.bias.detach())
         applied: Tensor = module(x)
         return applied
