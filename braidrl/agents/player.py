@@ -49,13 +49,14 @@ class Player(ABC):
 
         async def one(uid: Uid, prompt: SeenIds, metadata: dict[str, Any]) -> Trajectory:
             async with free:
-                for _ in range(2):
-                    trajectory = Trajectory(uid)
+                # A process that was killed from outside is no fault of the environment.
+                for attempt in range(1 + max(1, self.limits.retries)):
+                    trajectory = Trajectory(uid, attempt=attempt)
                     try:
                         await self.play_one(trajectory, prompt, metadata)
                     except EnvironmentFailed as failed:
                         trajectory.fail(failed)
-                    if not trajectory.killed:
+                    if not trajectory.killed and (not trajectory.failure or attempt >= self.limits.retries):
                         break
                 if not trajectory.sequence_lengths:
                     trajectory.append(prompt.ids, opens=True, images=prompt.images)
@@ -156,7 +157,8 @@ class EnvironmentPlayer(Player):
     async def _take_turns(
         self, trajectory: Trajectory, environment: Environment, prompt: SeenIds, example: dict[str, Any]
     ) -> None:
-        limits, tools = self.limits, getattr(environment, "tools", ())
+        limits, tools, loop = self.limits, getattr(environment, "tools", ()), asyncio.get_running_loop()
+        end = loop.time() + limits.episode_timeout_s
         prompts = self.template.template.with_arguments(example.get(TEMPLATE) or {})
         template = replace(self.template, template=prompts)
         context = await self.ask(environment.reset, example)
@@ -183,6 +185,8 @@ class EnvironmentPlayer(Player):
             )
             if trajectory.finish_reason is FinishReason.ABORT:
                 return
+            if loop.time() > end:
+                raise EnvironmentFailed("timeout", f"the episode took over {limits.episode_timeout_s:g} s")
             observation = await self.ask(environment.step, template.text(sampled, tools))
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")

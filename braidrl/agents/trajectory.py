@@ -36,6 +36,10 @@ class Limits:
     """A trajectory with at least this score is correct, unless its environment says otherwise."""
     max_abs: float = math.inf
     """A score with a larger absolute value is a failure of the environment."""
+    episode_timeout_s: float = math.inf
+    """Seconds for all turns of an environment's trajectory, those of the model included."""
+    retries: int = 0
+    """A failed trajectory is played again so many times."""
 
 
 @dataclass
@@ -66,6 +70,8 @@ class Trajectory:
     detail: str = ""
     killed: bool = False
     """True if the environment's process was ended from outside."""
+    attempt: int = 0
+    """Failed attempts before this one."""
 
     @property
     def sequence(self) -> list[int]:

@@ -20,7 +20,7 @@ from braidrl.algorithms.ragged import Ragged, offsets_of
 from braidrl.algorithms.registry import Needs, advantages
 from braidrl.algorithms.token_advantages import DISCOUNTS, at_row_end, is_row_end, sums_to_go
 
-DISCOUNTED = Needs({"gamma": (0, 1)}, group_size=2)
+DISCOUNTED = Needs({"gamma": (-1, 1)}, group_size=2)
 
 
 def with_rest(turn_rewards: Ragged, reward: Tensor) -> Ragged:
@@ -69,7 +69,8 @@ def turn_returns(
     G_{i,k} = Σ_{l ≥ k} γ^(l − k)·r_{i,l}.
 
     REINFORCE with returns to go. This baseline depends on no act of turn k or later: all that reached turn k count,
-    however they went on. A row that the statistics leave out has advantage 0.
+    however they went on. A row that the statistics leave out has advantage 0. With γ = −1 a row is a game of two sides
+    that move in turn, and a turn gains what the other side loses: self-play of one policy.
     """
     to_go = sums_to_go(with_rest(turn_rewards, reward), gamma)
     position = torch.arange(len(to_go.values)) - to_go.spread(to_go.offsets[:-1])

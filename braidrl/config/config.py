@@ -151,6 +151,12 @@ class EnvironmentConfig(SandboxConfig):
     """Seconds for one answer of the environment, or an agent's whole trajectory, which otherwise ends and is counted as
     failed.
     """
+    episode_timeout_s: float | None = Field(None, gt=0, le=MOST_S)
+    """Seconds for all turns of a trajectory of an environment, those of the model included; after a turn that ends
+    later it is counted as failed. The whole trajectory of an agent is limited by `timeout_s`.
+    """
+    retries: int = Field(0, ge=0, le=100)
+    """A trajectory that failed is played again from its start, at most this number of times, in a new environment."""
     max_turns: int = Field(16, ge=1, le=MOST_ROWS)
     """Maximum number of the model's turns in one trajectory."""
     variables: list[str] = []
@@ -186,6 +192,10 @@ class EnvironmentConfig(SandboxConfig):
 
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":
+        if self.episode_timeout_s is not None and (self.name or "").startswith(("agent:", "verifiers:")):
+            raise ValueError(
+                "timeout_s limits the whole trajectory of an agent; write it in place of episode_timeout_s"
+            )
         if self.python is not None and self.sandbox == "none":
             raise ValueError("python is the interpreter of processes, which sandbox=none does not have; remove one")
         if self.host != "127.0.0.1" and self.sandbox == "bubblewrap":

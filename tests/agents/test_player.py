@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,6 +163,39 @@ def test_a_failing_environment_ends_its_own_trajectory_with_a_counted_reason() -
     assert columns["correct"].tolist() == [1, 0, 0, 0, 0, 1, 0]  # type: ignore[union-attr]
     assert columns["action_tokens"].tolist() == [e.action_tokens for e in played]  # type: ignore[union-attr]
     assert columns["prompt"].tolist() == rows["prompt"].tolist()  # type: ignore[union-attr]
+
+
+class Flaky(Turns):
+    """Fails in its second turn, until it was made so often."""
+
+    made = 0
+
+    def __init__(self, attempts: int) -> None:
+        super().__init__(3, 1.0)
+        Flaky.made += 1
+        self.fails = Flaky.made < attempts
+
+    async def step(self, text: str) -> Observation:
+        observation = await super().step(text)
+        if self.fails and self.left == 1:
+            raise OSError("the connection is lost")
+        return observation
+
+
+@pytest.mark.parametrize(("retries", "attempts", "failure"), [(0, 2, "OSError"), (2, 3, None), (2, 4, "OSError")])
+def test_a_failed_trajectory_is_played_again_as_often_as_allowed(
+    retries: int, attempts: int, failure: str | None
+) -> None:
+    Flaky.made = 0
+    (whole,), _ = script_play(lambda: Turns(3, 1.0), rows_of(["?"]))
+    (played,), _ = script_play(lambda: Flaky(attempts), rows_of(["?"]), replace(LIMITS, retries=retries))
+    assert (played.failure, played.attempt) == (failure, retries)
+    assert failure or (played.tokens, played.rewards) == (whole.tokens, whole.rewards)
+
+
+def test_an_episode_ends_after_its_time_limit_and_is_counted() -> None:
+    (played,), seconds = script_play(lambda: Turns(8, 10.0), rows_of(["?"]), replace(LIMITS, episode_timeout_s=25.0))
+    assert (played.failure, played.turns) == ("timeout", 4) and seconds < 35
 
 
 def test_a_hanging_plain_function_delays_neither_other_rows_nor_the_end() -> None:

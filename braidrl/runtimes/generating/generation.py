@@ -13,6 +13,7 @@ admitted, nothing drawn ─▶ generate ─over its budget──▶ suspended: t
 Suspended and newly admitted rows are ordinary rows whose `finish_reason` is ABORT.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -304,6 +305,8 @@ class Generation:
         """
         sums.add("environment/turns", sum(one.turns for one in played), len(played))
         failures = Counter(one.failure for one in played if one.failure is not None)
+        if again := sum(one.attempt for one in played):
+            sums.add("environment/played_again", again)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
         for reason, count in failures.items():
             first = next(one for one in played if one.failure == reason)
@@ -380,4 +383,6 @@ def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> 
         max_sequence_tokens,
         1.0 if right is None else right,
         config.reward.max_abs,
+        math.inf if environment.episode_timeout_s is None else environment.episode_timeout_s,
+        environment.retries,
     )
