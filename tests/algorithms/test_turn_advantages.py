@@ -63,7 +63,7 @@ def completed(rewards: Rewards, added: Sequence[float]) -> Rewards:
     return [[*turns[:-1], turns[-1] + more] for turns, more in zip(rewards, added, strict=True)]
 
 
-@given(episodes(), st.sampled_from([1.0, 0.7]))
+@given(episodes(), st.sampled_from([1.0, 0.7, -1.0]))
 def test_turn_returns_are_the_plain_loops(case: tuple[Rewards, list[int], list[list[int]], list[float]], gamma: float):  # type: ignore[no-untyped-def]
     rewards, groups, _, added = case
     sums = [to_go(turns, gamma) for turns in completed(rewards, added)]
