@@ -50,7 +50,8 @@ def config_of(folder: Path, size: int) -> Config:
             "evaluation.every=0",
             "trainer.checkpoint_every=0",
             f"rollout.samples_per_prompt={SAMPLES}",
-            "rollout.max_response_tokens=8",
+            # Rows of equal length: no rank's rows move, whichever rank is played.
+            "rollout.max_response_tokens=1",
             f"trainer.prompts_per_step={GROUPS * size}",
             f"trainer.steps={STEPS}",
             "trainer.max_tokens_per_device=256",
