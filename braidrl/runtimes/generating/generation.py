@@ -168,6 +168,11 @@ class Generation:
         if not len(rows):
             engine.generate([])
             return {}
+        if self.vision is not None and "images" not in rows:
+            raise UserError(
+                f"{stage.name}: the model sees, and its rows have no column `images`; a session under runtime=hybrid "
+                "does not carry them: write runtime=eager"
+            )
         requests = requests_of(stage, rows, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
         # Greedy decoding gives all samples of a prompt the same tokens: one is generated for all.

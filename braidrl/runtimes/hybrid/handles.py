@@ -230,5 +230,5 @@ def columns_read(stage: Stage) -> frozenset[str]:
     if stage.kind is Kind.GENERATE:
         # Responses of an earlier iteration may resume.
         returned = [column.name for column in returned_columns(columns_of(stage))]
-        return frozenset((*stage.reads, *RESPONSE, *returned))
+        return frozenset((*stage.reads, *stage.optional, *RESPONSE, *returned))
     return frozenset((*stage.reads, *stage.optional, *sum(stage.one_of, ())))
