@@ -175,7 +175,7 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser(description="Write drawings, questions and an untrained model.")
     parser.add_argument("--folder", type=Path, default=Path("build/vision"))
-    parser.add_argument("--train", type=int, default=900)
+    parser.add_argument("--train", type=int, default=3000)
     parser.add_argument("--held-out", type=int, default=90)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
