@@ -19,6 +19,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute.packed import Packed, pack
+from braidrl.training.decoders.routing import Routing
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import MicroBatch, RoleWorker
 
@@ -56,7 +57,7 @@ class PaddedWorker(RoleWorker):
         plan = [list(range(start, min(start + self.rows_at_once, len(rows)))) for start in starts]
         return [MicroBatch(numbers, part := rows.take(numbers), pack(part, self.device)) for numbers in plan]
 
-    def hidden_states(self, packed: Packed) -> Tensor:
+    def hidden_states(self, packed: Packed, routing: Routing | None = None) -> Tensor:
         """Return the hidden states (N, D) of the tokens that are not padding."""
         sequences = packed.input_ids.split(list(packed.sequence_lengths))
         ids = pad_sequence(list(sequences), batch_first=True)

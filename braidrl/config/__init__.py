@@ -18,9 +18,10 @@ from braidrl.config.data import (
     VerifierConfig,
 )
 from braidrl.config.reading import apply_override, load_config, parse_config
-from braidrl.config.training import EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
+from braidrl.config.training import BalanceConfig, EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 
 __all__ = [
+    "BalanceConfig",
     "ClusterConfig",
     "Config",
     "CurriculumConfig",

@@ -49,6 +49,29 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     return {**found, "targets": tuple(sorted({str(target).rpartition(".")[2] for target in found["targets"]}))}
 
 
+class BalanceConfig(Section):
+    """Balance of the experts of a mixture; with any value, `{}` too, metrics show each layer's load."""
+
+    auxiliary: float = Field(0.0, ge=0, le=1e3)
+    """Coefficient of the auxiliary loss: the number of experts times the sum over experts of their share of a row's
+    choices and their mean score in the row. A balanced layer has 1.
+    """
+    z: float = Field(0.0, ge=0, le=1e3)
+    """Coefficient of the z-loss: the square of the log-sum-exp of the router's logits."""
+    bias: float = Field(0.0, ge=0, le=1)
+    """Step of the selection bias after each update: up for experts below the mean load, down for those above it. For
+    models with such a bias (DeepSeek-V3).
+    """
+    frozen: bool = False
+    """Keep the routers as they are; excludes the other keys."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "BalanceConfig":
+        if self.frozen and (self.auxiliary or self.z or self.bias):
+            raise ValueError("frozen=true keeps the routers as they are; remove it, or auxiliary, z and bias")
+        return self
+
+
 class LoraConfig(Section):
     """Low-rank adapters, trained in place of the full weights."""
 
@@ -151,6 +174,8 @@ class TrainerConfig(Section):
     """Train low-rank adapters in place of each trained role's weights; `{}` takes the defaults. They need about ten
     times the rate.
     """
+    balance: BalanceConfig | None = None
+    """Balance of the experts of trained roles' mixtures, and its metrics; by default routers train as other weights."""
     resident_gib: float | None = Field(None, gt=0, le=1 << 20)
     """Offloading: GiB of its device for weights, optimizers, gradients and KV caches of all roles of a process
     together. Parts that a stage does not need wait in pinned host memory, or on a CPU in a file in TMPDIR. By default

@@ -27,6 +27,10 @@ Alignment = Literal["actions", "tokens"]
 ColumnFunction = Callable[[Tensor, Tensor], Tensor]
 LOG_PROBS = "rollout_log_probs"
 VERSIONS = "rollout_versions"
+ROUTED_EXPERTS = "routed_experts"
+"""The experts of a mixture that each token was given, (layers with experts, experts of a token): uint8 up to 256
+experts, else int16.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ token_columns: dict[str, TokenColumn] = {
     for column in (
         TokenColumn(LOG_PROBS, is_always_returned=True),
         TokenColumn(VERSIONS, torch.int64, is_always_returned=True),
+        TokenColumn(ROUTED_EXPERTS, torch.uint8, None, "tokens"),
     )
 }
 """The registered columns by name."""
@@ -139,6 +144,11 @@ def returned_columns(names: Sequence[str] = ()) -> tuple[TokenColumn, ...]:
 def padded(values: Tensor, length: int) -> Tensor:
     """Return values (T, ...) as `length` entries; the last ones are 0."""
     return torch.cat([values, values.new_zeros((length - len(values), *values.shape[1:]))])
+
+
+def of_all_tokens() -> tuple[str, ...]:
+    """Return the names of the columns with an entry for each token of a row."""
+    return tuple(column.name for column in token_columns.values() if column.alignment == "tokens")
 
 
 def computed_columns(columns: Sequence[TokenColumn], logits: Tensor, tokens: Tensor) -> Mapping[str, Tensor]:

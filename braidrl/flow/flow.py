@@ -52,10 +52,11 @@ class Flow:
         for role in dict.fromkeys(str(stage.role) for stage in stages if stage.params.get("old") == "recompute"):
             column = log_probs_column(role)
             if not any(column in stage.writes for stage in stages):
+                replay = next((s.params["replay"] for s in stages if s.role == role and "replay" in s.params), None)
                 # As late as possible, before the first stage that reads them or trains, so that dropped rows are not
                 # computed.
                 position = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
-                stages = [*stages[:position], make_stage("log_probs", role), *stages[position:]]
+                stages = [*stages[:position], make_stage("log_probs", role, {"replay": replay}), *stages[position:]]
         ordered = list(serial_order(stages))
         for position, stage in enumerate(ordered):
             if stage.kind is Kind.GENERATE:

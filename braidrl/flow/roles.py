@@ -97,9 +97,15 @@ class Role:
         """
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
-    def log_probs(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
-        """Return a stage that computes the log-probabilities of the action tokens."""
-        return make_stage("log_probs", self.name, {}, id=id, when=when, after=after)
+    def log_probs(
+        self, *, replay: str | None = None, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()
+    ) -> Stage:
+        """Return a stage that computes the log-probabilities of the action tokens.
+
+        Args:
+            replay: `inference` takes the experts of a mixture that the engine chose.
+        """
+        return make_stage("log_probs", self.name, {"replay": replay}, id=id, when=when, after=after)
 
     def values(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
         """Return a stage that computes one value per action token."""
@@ -119,6 +125,7 @@ class Role:
         ptx_coef: float | None = None,
         positive_coef: float | None = None,
         observation_coef: float | None = None,
+        replay: str | None = None,
         id: str | None = None,
         when: When = ALWAYS,
         after: Sequence[str] = (),
@@ -137,6 +144,8 @@ class Role:
             ptx_coef: Weight of the likelihood of pre-training text.
             positive_coef: Weight of the likelihood of right answers.
             observation_coef: Weight of the likelihood of observations in episodes.
+            replay: `inference` takes the experts of a mixture that the engine chose, with weights from the present
+            scores; for log-probs recomputed before the update too.
         """
         source = source.name if isinstance(source, Role) else source
         params = {
@@ -151,6 +160,7 @@ class Role:
             "ptx_coef": ptx_coef or None,
             "positive_coef": positive_coef or None,
             "observation_coef": observation_coef or None,
+            "replay": replay,
         }
         return make_stage("update", self.name, params, id=id, when=when, after=after)
 

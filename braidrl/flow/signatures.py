@@ -16,7 +16,7 @@ import braidrl.algorithms.library  # noqa: F401  (registers what comes with Brai
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry, Registry, is_number
-from braidrl.data.token_columns import TokenColumn, column_of, returned_columns, token_columns
+from braidrl.data.token_columns import ROUTED_EXPERTS, TokenColumn, column_of, returned_columns, token_columns
 from braidrl.errors import UserError, shown, suggest, users_errors
 from braidrl.flow.stage import Kind, Signature, Stage
 from braidrl.importing import LOADED_FROM_FILE, import_function
@@ -69,6 +69,8 @@ FAMILIES: dict[str, Registry] = {
 }
 """Families of the functions of compute and select stages."""
 OLD = ("recompute", "rollout", "self")
+REPLAYS = ("none", "inference")
+"""The experts of a mixture in log-probs and updates: chosen anew, or those that the engine chose."""
 ROLE_TYPES: dict[str, dict[str, type]] = {
     "generate": {
         "into": str,
@@ -82,7 +84,7 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
     },
     "verify": {"correct_score": float, "wrong_score": float, "weight": float, "of": str},
     "score": {"weight": float, "of": str},
-    "log_probs": {},
+    "log_probs": {"replay": str},
     "values": {},
     "update": {
         "loss": object,
@@ -96,6 +98,7 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
         "ptx_coef": float,
         "positive_coef": float,
         "observation_coef": float,
+        "replay": str,
     },
 }
 """The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among
@@ -154,6 +157,7 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
     if type == "score" and (role == "reward" or "weight" in params):
         writes = (*in_namespace(of, (f"{role}_score",)), *summed)
         return Signature(kind=Kind.INFER, reads=sequence, writes=writes, optional=summed)
+    sequence = (*sequence, *replayed_columns(role, type, params))
     columns = {"score": role, "log_probs": log_probs_column(role), "values": VALUES.get(role, f"{role}_values")}
     return Signature(kind=Kind.INFER, reads=sequence, writes=in_namespace(of, (columns[type],)))
 
@@ -192,11 +196,20 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
         source = {"rollout": {"rollout_log_probs"}, "recompute": {log_probs_column(role)}}
         reads = reads - {"old_log_probs"} | source.get(old or "", set())
     one_of = (("advantages", "turn_advantages", "advantage"),) if "advantages" in reads else ()
-    columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
+    replayed = replayed_columns(role, "update", params)
+    columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}), *replayed)
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
     by_turn = ["turn_lengths"] if one_of else []
     optional = [*optional, "loss_mask", "finish_reason", *monitored, *by_turn]
     return Signature(kind=Kind.TRAIN, reads=columns, optional=tuple(optional), one_of=one_of)
+
+
+def replayed_columns(role: str, type: str, params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the column of routes that a stage with `replay` reads. Raises UserError for an unknown value."""
+    replay = params.get("replay", "none")
+    if replay not in REPLAYS:
+        raise UserError(f"{role}.{type}: no `replay` is called {replay!r}. {suggest(replay, REPLAYS)}")
+    return () if replay == "none" else (ROUTED_EXPERTS,)
 
 
 def log_probs_column(role: str) -> str:

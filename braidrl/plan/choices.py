@@ -347,6 +347,13 @@ def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest
             data = devices // (tensor * sequence * context * pipeline)
             plain = ParallelLayout(pipeline=pipeline, tensor=tensor, data=data, sequence=sequence, context=context)
             yield plain
+            # Experts stay within a node, as all tokens go there.
+            near = math.gcd(shape.num_experts, within, data * plain.token_ranks * tensor) if shape.experts else 1
+            for expert in divisors(near)[1:]:
+                shared = plain.model_copy(update={"expert": expert})
+                yield shared
+                if data * plain.token_ranks > 1:
+                    yield shared.model_copy(update={"shard": "full"})
             if data * plain.token_ranks > 1:
                 yield plain.model_copy(update={"shard": "full"})
                 nodes = devices // group.devices

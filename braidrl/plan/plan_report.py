@@ -95,7 +95,10 @@ def roles_table(plan: Plan) -> Table:
 
 def layout_name(layout: ParallelLayout) -> str:
     """Describe a layout by its axes larger than 1."""
-    axes = " ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if (getattr(layout, axis) or 1) > 1) or "whole"
+    axes = (
+        " ".join(f"{axis} {getattr(layout, axis)}" for axis in (*AXES, "expert") if (getattr(layout, axis) or 1) > 1)
+        or "whole"
+    )
     return axes if layout.shard == "none" else f"{axes}, shard {layout.shard}"
 
 

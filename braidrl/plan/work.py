@@ -21,7 +21,7 @@ import numpy.typing as npt
 from braidrl.config.layout import ParallelLayout
 from braidrl.plan.rates import Phase, Work
 from braidrl.training import operations
-from braidrl.training.memory.footprint import MASTER_BYTES, Shape, beside_layers
+from braidrl.training.memory.footprint import MASTER_BYTES, Shape, beside_layers, layer_experts, local_parameters
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.weights.generation_layout import GenerationLayout
 
@@ -127,6 +127,11 @@ def model_work(
     if s > 1:
         waited += sent(node, t, s, 4 * times * width / t * (s - 1) / s * bubble)
         collectives += 4 * times * batches
+    if (e := layout.expert) > 1:
+        # Rows go to their experts and back, and in training their gradients.
+        rows = times * width / t * shape.chosen_experts
+        waited += sent(node, 1, e, 2 * rows * (e - 1) / e * bubble)
+        collectives += 3 * times * batches
     if c > 1:
         # Keys and values are gathered, and in training their gradients reduced.
         states = 2 * share.tokens * shape.sizes.num_key_value_heads * shape.sizes.head_dim * shape.element_bytes
@@ -158,22 +163,30 @@ def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: boo
     FSDP2 gathers and reduce-scatters layer by layer, overlapped with compute; replicas all-reduce before the step,
     exposed.
     """
-    inner, outer, g = layout.tensor, (layout.data or 1) * layout.token_ranks, layout.shard_ranks
     layers = shape.sizes.num_hidden_layers // layout.pipeline
-    local = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
-    trained = local * shape.trained / shape.parameters
+    experts = layers * layer_experts(shape) if layout.expert > 1 else 0
+    dense = layers * shape.layer_parameters + beside_layers(shape, layout) - experts
     behind, waited, collectives = np.zeros(2), np.zeros(2), 0.0
-    if layout.shard != "none" and g > 1:
-        gathers = batches * (2 if trains else 1) if layout.shard == "full" else 1
-        scatters = batches if trains else 0
-        moved = gathers * local * shape.element_bytes + scatters * trained * MASTER_BYTES
-        behind = sent(node, inner, g, moved * (g - 1) / g)
-        collectives += (gathers + scatters) * (layers + 1)
-    summed = outer if layout.shard == "none" else outer // g
-    if trains and summed > 1:
-        sums = sent(node, inner * g, summed, 2 * trained * MASTER_BYTES / g * (summed - 1) / summed)
-        waited, behind = (sums, behind) if layout.shard == "none" else (waited, behind + sums)
-        collectives += 1
+    # Parameters, the ranks that hold different ones of them, and the ranks of all.
+    for parameters, inner in ((dense, layout.tensor), (experts, layout.expert)):
+        if not parameters:
+            continue
+        ranks = (layout.data or 1) * layout.token_ranks * layout.tensor
+        outer, g = ranks // inner, max(1, layout.shard_ranks * layout.tensor // inner)
+        g = 1 if layout.shard == "none" else g
+        local = parameters / inner
+        trained = local * shape.trained / shape.parameters
+        if layout.shard != "none" and g > 1:
+            gathers = batches * (2 if trains else 1) if layout.shard == "full" else 1
+            scatters = batches if trains else 0
+            moved = gathers * local * shape.element_bytes + scatters * trained * MASTER_BYTES
+            behind += sent(node, inner, g, moved * (g - 1) / g)
+            collectives += (gathers + scatters) * (layers + 1)
+        summed = outer // g
+        if trains and summed > 1:
+            sums = sent(node, inner * g, summed, 2 * trained * MASTER_BYTES / g * (summed - 1) / summed)
+            waited, behind = (waited + sums, behind) if layout.shard == "none" else (waited, behind + sums)
+            collectives += 1
     (link, network), (behind_link, behind_network) = waited.tolist(), behind.tolist()
     return Work(
         "train",
@@ -200,8 +213,8 @@ def train_work(
     share = share_of(lengths, layout.data or 1, updates)
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
     work = model_work("train", shape, layout, share, max_tokens, passes, scalar, node)
-    divisor = layout.tensor * layout.pipeline * layout.shard_ranks
-    work = work._replace(memory=shape.trained / divisor * OPTIMIZER_BYTES)
+    held = local_parameters(shape, layout) * shape.trained / shape.parameters
+    work = work._replace(memory=held * OPTIMIZER_BYTES)
     return Work("train", *(number * updates * epochs for number in work[1:]))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from braidrl.config import RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, retokenized
+from braidrl.data.token_columns import of_all_tokens
 from braidrl.errors import BadUpdate, users_errors
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import checked, computed, of_namespace, summed
@@ -140,6 +141,8 @@ class StageExecutor:
                 self.progress.stage(stage.name, len(read)) as bar,
                 self.usage.computing(stage.name, worker, sums, read),
             ):
+                # A model would replay routes that another stage reads.
+                read = read.without([name for name in of_all_tokens() if name not in stage.reads])
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
             if not len(rows) or stage.type != "score":
                 return {stage.writes[0]: found} if len(rows) else {}
@@ -249,6 +252,8 @@ class StageExecutor:
             sums.add(f"loss/{role}", loss, int(counted))
         if norm is not None and counted:
             sums.add(f"{role}/grad_norm", norm)
+            for metric, value in getattr(worker, "step_metrics", {}).items():
+                sums.add(f"{role}/{metric}", value)
         if counted:
             peak, given = settings_of(role, self.config).learning_rate, overrides.learning_rate
             rate = learning_rate(iteration, self.config.trainer, peak) if given is None else given

@@ -26,6 +26,7 @@ from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged, observation_mask
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
+from braidrl.data.token_columns import of_all_tokens
 from braidrl.errors import UserError
 from braidrl.flow.signatures import CHOICES, called, columns_in_training, entry_of, form_of, log_probs_column
 
@@ -53,7 +54,7 @@ class Likelihood:
         Pre-training texts become separate rows, in which every token but the first is predicted.
         """
         if self.name == "positive":
-            return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
+            return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0)).without(of_all_tokens())
         rows = trained_rows(rows) if self.name == "observation" else rows
         columns: dict[str, Any] = {name: rows[name] for name in IDENTITY}
         if self.name == "observation":
@@ -78,6 +79,8 @@ class Likelihood:
         return {self.denominator: self.coefficient * per_token.sum()}, {f"{self.name}_loss": per_token.detach()}
 
 
+ROUTER_LOSS = "router_loss"
+"""Name of the weighted balance losses of a mixture's routers per action token, (A,)."""
 NAMES_A_TOKEN = "at response token"
 """The words in a message that locates a non-finite number."""
 
@@ -103,6 +106,8 @@ class Objective:
     auxiliary: tuple[Likelihood, ...] = ()
     name: str = "update"
     """The name in metrics and messages, which is that of its stage."""
+    replays: bool = False
+    """Whether a mixture's experts are those that the engine chose."""
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any], name: str = "update") -> "Objective":
@@ -133,6 +138,7 @@ class Objective:
             chosen.get("correction"),
             tuple(auxiliary),
             name,
+            params.get("replay", "none") != "none",
         )
 
     def numbered(self, number: int) -> "Objective":
@@ -150,7 +156,8 @@ class Objective:
         return (self.denominator, *(term.denominator for term in self.auxiliary))
 
     def select(self, rows: Rows) -> Rows:
-        return trained_rows(rows)
+        """Return the rows to train on, with routes only where the objective replays them."""
+        return trained_rows(rows if self.replays else rows.without(of_all_tokens()))
 
     def sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> LossSums:
         """Return the loss sums of a micro-batch by denominator, with gradient, and metrics per token (A,), detached.
@@ -184,6 +191,8 @@ class Objective:
             metrics["kl_loss"] = divergence.detach()
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
+        if ROUTER_LOSS in predicted:
+            per_token = per_token + predicted[ROUTER_LOSS]
         # Computed on the host, which knows the token counts, to avoid device synchronisation.
         on_host = look.arguments(self.aggregation, offsets.device)
         weights = per_token_of(self.aggregation, called(self.aggregation, on_host, self.aggregation_settings), count)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from braidrl.cluster.device_kinds import known_kinds
 from braidrl.config.layout import ParallelLayout
+from braidrl.plan.choices import layouts
 from braidrl.plan.problem import batch_lengths, spread
 from braidrl.plan.rates import Rates, Work, price
 from braidrl.plan.work import (
@@ -28,6 +29,7 @@ from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import decoding
 from braidrl.weights.generation_layout import GenerationLayout
 from tests.plan.problems import cluster, problem, write_sizes
+from tests.tiny import MIXTURE
 
 NODE = 8
 
@@ -158,3 +160,25 @@ def test_given_lengths_have_their_median_and_longest(tmp_path: Path) -> None:
     assert (batch_lengths(config, "20").responses == 20).all()
     assert (batch_lengths(config).responses == 64).all()
     assert spread(np.array([3, 1, 2]), 5).tolist()[::4] == [1, 0]
+
+
+def test_expert_ranks_exchange_rows_and_sum_only_their_experts_gradients(tmp_path: Path) -> None:
+    MIXTURE.save_pretrained(tmp_path)
+    mixture, lengths = model_shape(tmp_path, torch.float32), rows()
+    plain, by_experts = (
+        train_work(mixture, ParallelLayout(data=4, expert=expert), lengths, 4096, False, False, NODE)
+        for expert in (1, 4)
+    )
+    # Out and back, forward and backward; each token's two experts, of which three quarters are elsewhere.
+    exchanged = 4 * 2 * 2 * (64 * 128 / 4) * 2 * MIXTURE.hidden_size * 4 * 3 / 4
+    saved = 2 * mixture.experts * 4 * 3 / 4
+    assert by_experts.link - plain.link == pytest.approx(exchanged - saved)
+    assert by_experts.operations == plain.operations and by_experts.memory < plain.memory
+
+
+def test_plans_search_the_expert_axis_of_mixtures_alone(shape, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    MIXTURE.save_pretrained(tmp_path)
+    (group,) = cluster(1, 4).groups
+    found = [layout.expert for layout in layouts(model_shape(tmp_path, torch.float32), 4, group, True, 128)]
+    assert {1, 2, 4} == set(found)
+    assert {layout.expert for layout in layouts(shape, 4, group, True, 128)} == {1}

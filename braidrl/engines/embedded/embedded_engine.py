@@ -32,7 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from braidrl.algorithms.random import uniform
 from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import Uid
-from braidrl.data.token_columns import LOG_PROBS, computed_columns, returned_columns
+from braidrl.data.token_columns import LOG_PROBS, ROUTED_EXPERTS, column_of, computed_columns, returned_columns
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder, native_decoder
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates
@@ -48,6 +48,7 @@ from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, prefi
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of
 from braidrl.training.decoders.images import ModelImages
+from braidrl.training.decoders.routing import Routing, routed, routes_dtype, use_routing
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
 from braidrl.weights.boxes import Slices
@@ -79,6 +80,8 @@ class Prompts:
 
     prefixes: dict[bytes, Prefix] = field(default_factory=dict)
     """Keys and values of each computed prompt, without its last token; kept until the last of its rows has a slot."""
+    routes: dict[bytes, Tensor] = field(default_factory=dict)
+    """The experts of the same tokens, (P - 1, L, k), where rows want them."""
     waiting: Counter[bytes] = field(default_factory=Counter)
     """The number of waiting rows with each prompt."""
     computed_tokens: int = 0
@@ -90,16 +93,25 @@ class Prompts:
         if not self.waiting[name]:
             del self.waiting[name]
             self.prefixes.pop(name, None)
+            self.routes.pop(name, None)
+
+    def clear(self) -> None:
+        self.prefixes.clear()
+        self.routes.clear()
 
     def compute(
-        self, model: PreTrainedModel, requests: Mapping[bytes, Request], images: ModelImages | None = None
+        self,
+        model: PreTrainedModel,
+        requests: Mapping[bytes, Request],
+        images: ModelImages | None = None,
+        with_routes: bool = False,
     ) -> None:
         """Compute the keys and values of prompts that have none yet, several in one packed forward."""
         parts: list[dict[bytes, Tensor]] = []
         held = PREFILL_TOKENS
         for name, request in requests.items():
             ids = request.prompt[:-1]
-            if name in self.prefixes or not len(ids):
+            if (name in self.prefixes and (name in self.routes or not with_routes)) or not len(ids):
                 continue
             if round_up(held + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
                 parts.append({})
@@ -107,11 +119,16 @@ class Prompts:
             parts[-1][name] = ids
             held += len(ids)
         for part in parts:
-            prompts = list(part.values())
+            prompts, lengths = list(part.values()), [len(ids) for ids in part.values()]
             spans = [requests[name].images for name in part]
             run = None if images is None else images.prefill_run(prompts, spans)
-            self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, run), strict=True))
-            self.computed_tokens += sum(len(ids) for ids in part.values())
+            routing = Routing() if with_routes else None
+            with routed(routing):
+                self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, run), strict=True))
+            if routing is not None:
+                routes = routing.recorded().to(routes_dtype(model)).cpu()[: sum(lengths)]
+                self.routes |= dict(zip(part, routes.split(lengths), strict=True))
+            self.computed_tokens += sum(lengths)
 
 
 class EmbeddedEngine(SteppingEngine):
@@ -199,7 +216,7 @@ class EmbeddedEngine(SteppingEngine):
             self._native.refresh()
         if self._images is not None and self._images.tower_changes:
             self._images.clear()
-        self._prompts.prefixes.clear()
+        self._prompts.clear()
         self.version = version
 
     def _accept(self, row: EngineRow) -> None:
@@ -259,6 +276,11 @@ class EmbeddedEngine(SteppingEngine):
         self._cache.reserve(self._positions)
         if self._native is not None:
             self._native.refresh()
+        with_routes = any(ROUTED_EXPERTS in row.request.columns for row in new.values())
+        if with_routes:
+            use_routing(self.model)
+            if self._pipeline is not None:
+                raise UserError("a pipeline of engines records no routes; write rollout.pipeline=1 or replay=none")
         by_prompt: dict[bytes, list[int]] = {}
         for slot, row in new.items():
             by_prompt.setdefault(prompt_key(row.request), []).append(slot)
@@ -269,13 +291,18 @@ class EmbeddedEngine(SteppingEngine):
         if self._by_rows:
             self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
         else:
-            asked = {name: new[own[0]].request for name, own in by_prompt.items()}
-            self._prompts.compute(self.model, asked, self._images)
+            asked = {name: new[slots[0]].request for name, slots in by_prompt.items()}
+            self._prompts.compute(self.model, asked, self._images, with_routes)
         for name, slots in by_prompt.items():
             if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that begin with it.
                 places = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
                 self._cache.fill(places, self._prompts.prefixes.get(name))
+            if with_routes:
+                # A prompt of one token has none.
+                routes = self._prompts.routes.get(name, column_of(ROUTED_EXPERTS).empty())
+                for slot in slots:
+                    new[slot].per_token[ROUTED_EXPERTS] = routes
             self._prompts.expect(new[slots[0]].request, -len(slots))
         for slot, row in new.items():
             row.started = self._steps
@@ -312,11 +339,16 @@ class EmbeddedEngine(SteppingEngine):
             return self._decode_compiled(self._native)
         states, longest = self._active, self._longest + self._steps - 1
         uniforms = uniform(states.key, states.first_draw + states.drawn)
-        if self._graphs is not None:
+        routing = Routing() if self._with_routes else None
+        if self._graphs is not None and routing is None:
             logits = self._graphs.logits(len(states.current), longest, self._logits)
         else:
-            logits = self._logits(longest)
+            with routed(routing):
+                logits = self._logits(longest)
         tokens, values = self._drawn(logits, uniforms, self._sampling)
+        if routing is not None:
+            values[ROUTED_EXPERTS] = routing.recorded().to(routes_dtype(self.model))
+            states = self._with_room(ROUTED_EXPERTS, values[ROUTED_EXPERTS])
         self.tokens_generated += len(self._rows)
         ended = states.advance(tokens, values).nonzero().flatten().tolist()
         ids = tokens.tolist() if self._watched else []
@@ -369,6 +401,14 @@ class EmbeddedEngine(SteppingEngine):
                 dist.broadcast(drawn, group=pipeline, group_src=last)
         return tokens, values
 
+    def _with_room(self, name: str, drawn: Tensor) -> SlotStates:
+        """Return the states of the step, in which a column of values such as `drawn` (B, ...) has room."""
+        if name not in self._states.per_token:
+            room = *self._states.tokens.shape, *drawn.shape[1:]
+            self._states.per_token[name] = torch.zeros(room, dtype=drawn.dtype, device=drawn.device)
+            self._active = self._states.first(len(drawn))
+        return self._active
+
     def _draw(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, Tensor]:
         if self._native and sampling.top_k is None and sampling.top_p is None:
             return self._native.kernels.draw(logits, sampling.temperature, sampling.greedy, uniforms)
@@ -401,6 +441,10 @@ class EmbeddedEngine(SteppingEngine):
         for number, (row, count) in enumerate(zip(rows, drawn, strict=True)):
             names = [column.name for column in returned_columns(row.request.columns) if column.name in values]
             per_token = {name: values[name][number, :count].clone() for name in names}
+            if count and ROUTED_EXPERTS in per_token:
+                prompt = row.per_token.pop(ROUTED_EXPERTS)
+                drawn_routes = per_token[ROUTED_EXPERTS]
+                per_token[ROUTED_EXPERTS] = torch.cat([prompt, drawn_routes]) if len(prompt) else drawn_routes
             ended.append(row.finished(aborted, (tokens[number, :count].clone(), per_token)))
         return self._done(ended)
 
@@ -418,6 +462,7 @@ class EmbeddedEngine(SteppingEngine):
             slots = list(range(count))
         asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in slots]
         self._sampling = batch_sampling(asked, self.model.device)
+        self._with_routes = any(ROUTED_EXPERTS in row.request.columns for row in rows.values())
         self._computed = computed_in(row.request for row in rows.values())
         """The columns that the next step computes from its logits."""
         # The length of the longest row, less the steps so far: the number does not change while the rows grow.
@@ -445,7 +490,7 @@ class EmbeddedEngine(SteppingEngine):
         self._waiting.clear()
         self._rows.clear()
         self._prompts.waiting.clear()
-        self._prompts.prefixes.clear()
+        self._prompts.clear()
         self._cohorts.clear()
         if self.speculation is not None:
             self.speculation.guesses.clear()

@@ -43,6 +43,10 @@ class PolicyParameters(ActorParameters):
     """Source of the log-probs before the update; by default the runtime takes the cheapest exact one."""
     correction: dict[str, Any] | None = None
     """Importance weights that correct for the engine's different numerics, as in `{name: truncated, cap: 2.0}`."""
+    replay: Literal["none", "inference"] | None = None
+    """The experts of a mixture in the update and in recomputed log-probs: `inference` takes those that the engine chose
+    for each token.
+    """
 
 
 class ClippedParameters(PolicyParameters):
@@ -118,6 +122,7 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
         "old": p.old,
         "entropy_coef": p.entropy_coef or None,
         "correction": p.correction,
+        "replay": p.replay,
     }
     return actor.update(loss=loss, **{**given, **more})
 

@@ -9,7 +9,7 @@ from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.cluster.pools import NAMES as PLACEMENTS
 from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.config.section import SandboxConfig
-from braidrl.data.token_columns import column_of
+from braidrl.data.token_columns import ROUTED_EXPERTS, column_of
 from braidrl.engines.deployment import MODES
 from braidrl.engines.engine import ENGINES
 from braidrl.engines.factory import training_sampling
@@ -25,6 +25,7 @@ from braidrl.sandbox.walls import walls_missing
 from braidrl.training.acceptance import HALF, check_accepted
 from braidrl.training.backends import BACKENDS, supported
 from braidrl.training.decoders.proof import proven_plan
+from braidrl.training.decoders.routing import experts_in
 from braidrl.training.loading import read_model_config
 from braidrl.training.lora import import_optional
 from braidrl.training.memory.footprint import model_shape
@@ -179,6 +180,8 @@ def check_token_columns(config: Config, flow: Flow) -> None:
     rollout = config.rollout
     names = [name for stage in flow.stages for name in stage.params.get("columns", ())]
     computed = [column.name for column in map(column_of, names) if column.function is not None]
+    if ROUTED_EXPERTS in names:
+        check_replay(config, flow)
     if computed and rollout.engine == "http":
         raise UserError(
             f"servers do not return the column {computed[0]}, which a stage reads; write rollout.engine=vllm"
@@ -187,6 +190,39 @@ def check_token_columns(config: Config, flow: Flow) -> None:
         raise UserError(
             f"a stage reads the column {computed[0]}, computed where Braid draws; write rollout.reproducible=true"
         )
+
+
+def check_replay(config: Config, flow: Flow) -> None:
+    """Raise UserError for a run that cannot record or replay the routes of a mixture of experts."""
+    if config.rollout.engine != "embedded" or config.rollout.pipeline > 1:
+        raise UserError("replay=inference: only a whole embedded engine records routes; write rollout.engine=embedded")
+    for role in {str(stage.role) for stage in flow.stages if ROUTED_EXPERTS in stage.reads}:
+        own = settings_of(role, config)
+        if not experts_in(read_model_config(own.model.expanduser())):
+            raise UserError(f"replay=inference: the model of {role} has no experts; remove `replay`")
+        if own.layout.pipeline > 1 or own.layout.tensor > 1:
+            raise UserError(
+                "replay=inference: pipeline and tensor ranks see some of the routers or tokens each; write replay=none"
+            )
+
+
+def check_balance(config: Config, flow: Flow) -> None:
+    """Raise UserError if a role that `trainer.balance` concerns has no routers that it can balance."""
+    if config.trainer.balance is None:
+        return
+    for role in sorted(set(flow.trained_roles) - set(flow.scalar_roles)):
+        own = settings_of(role, config)
+        if not experts_in(read_model_config(own.model.expanduser())):
+            raise UserError(f"trainer.balance: the model of {role} has no experts; remove trainer.balance")
+        if own.layout.pipeline > 1 or own.layout.tensor > 1:
+            raise UserError(
+                f"trainer.balance: pipeline and tensor ranks of {role} see some of the routers or tokens each; write "
+                "trainer.layout.expert, data, sequence or context instead"
+            )
+        if own.lora is not None:
+            raise UserError(
+                f"trainer.balance: adapters of {role} leave its routers as they are; remove trainer.balance"
+            )
 
 
 def check_backends(config: Config, flow: Flow) -> None:

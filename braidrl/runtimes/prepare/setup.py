@@ -126,6 +126,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     check(lambda: checks.check_backends(config, flow))
     check(lambda: prepared.deployment.check(flow))
     check(lambda: checks.check_adapters(config, flow))
+    check(lambda: checks.check_balance(config, flow))
     check(lambda: checks.check_token_columns(config, flow))
     check(lambda: checks.check_roles(config, {*flow.roles, *evaluation.roles}, flow.name))
     return prepared

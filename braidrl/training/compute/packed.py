@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
+from braidrl.data.token_columns import of_all_tokens
 from braidrl.training.compute.attention import (
     AttentionContext,
     Forward,
@@ -43,6 +44,8 @@ PlaceImages = Callable[["Packed", Rows], "Packed"]
 """Gives a packing of rows, in their order, the positions and inputs of their images."""
 OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
 """Called with a micro-batch's number and predictions; returns the loss for the backward pass, or None."""
+HAS_ENTRIES = "has_entries"
+"""Name of the mask (N,) of tokens with entries in the columns of all tokens."""
 FILLER = 64
 """Length of padding sequences; attention over many short sequences costs less than over a long one."""
 LEAST_SAVED = 0.25
@@ -189,8 +192,16 @@ def pack(
     if len(actions) and int(positions[actions].min()) == 0:
         raise ValueError("an action token begins a sequence; a prompt must hold at least one token")
     per_row = rows["action_mask"].with_values(rows["action_mask"].values.to(torch.int64)).row_sums()
+    per_token = {"input_ids": tokens.values, "position_ids": positions}
+    for name in of_all_tokens():
+        if (column := rows.get(name)) is not None:
+            # The last tokens of a row have no entries.
+            values = column.values.new_zeros((len(tokens.values), *column.values.shape[1:]))
+            starts = column.spread(tokens.offsets[:-1] - column.offsets[:-1])
+            values[torch.arange(len(column.values)) + starts] = column.values
+            per_token |= {name: values, HAS_ENTRIES: tokens_with_routes(rows)}
     packed = Packed(
-        {"input_ids": tokens.values, "position_ids": positions},
+        per_token,
         tuple(lengths.tolist()),
         actions - 1,
         tokens.values[actions],
@@ -218,6 +229,15 @@ def pack(
             total = end
         packed = replace(packed.select(torch.cat(chosen), places), families=tuple(families))
     return packed.to(device)
+
+
+def tokens_with_routes(rows: Rows) -> Tensor:
+    """Return the mask (N,) of tokens that a later action of their sequence follows: an engine has read these."""
+    count, lengths = len(rows["tokens"].values), rows["sequence_lengths"].values
+    sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+    actions = rows["action_mask"].values.nonzero().flatten()
+    last = torch.full((len(lengths),), -1).scatter_reduce(0, sequences[actions], actions, "amax")
+    return torch.arange(count) < last[sequences]
 
 
 def families_of(rows: Rows, rope_lengths: RopeLengths = SAME) -> list[Family] | None:

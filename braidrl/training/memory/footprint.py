@@ -10,9 +10,10 @@ model). The fullest pipeline rank is counted: the first or the last, which hold 
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,6 +106,12 @@ class Shape:
     """Parameters in 4 bits, under adapters."""
     idle: int = 0
     """Parameters of experts that a token does not use."""
+    experts: int = 0
+    """Parameters of all experts that `expert` can shard."""
+    num_experts: int = 0
+    """Experts of a layer."""
+    chosen_experts: int = 0
+    """Experts of a token in a layer."""
 
     @property
     def element_bytes(self) -> int:
@@ -133,7 +140,7 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
         if lora:
             with torch.device("meta"):
                 add_adapters(model, lora)
-        layer = body_of(model).layers[0]
+        layers = body_of(model).layers
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         copied = 0
         for each in body_of(model).layers:
@@ -144,22 +151,35 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                         copied += (product.lora_B if style in ROWS else product.lora_A)[NAME].weight.numel()
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
-        every, layer_size = (sum(parameter.numel() for parameter in module.parameters()) for module in (model, layer))
-        idle = idle_parameters(model)
-        MEASURED[key] = Shape(type(model).__name__, config, every, layer_size, dtype, trained, copied, four_bit, idle)
+        every, of_layers = (sum(parameter.numel() for parameter in m.parameters()) for m in (model, layers))
+        # The first layers of some mixtures are dense.
+        shape = Shape(type(model).__name__, config, every, of_layers // len(layers), dtype, trained, copied, four_bit)
+        MEASURED[key] = replace(shape, **expert_sizes(model))
     return MEASURED[key]
 
 
-def idle_parameters(model: PreTrainedModel) -> int:
-    """Return the number of parameters of the experts that are not chosen for a token; 0 without experts."""
+def expert_sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the sizes of a mixture by their names in `Shape`; none without experts."""
     text = model.config.get_text_config()
     chosen = next((own_setting(text, name) for name in CHOSEN if own_setting(text, name)), None)
     if not isinstance(chosen, int):
-        return 0
+        return {}
     modules = [module for module in model.modules() if isinstance(getattr(module, "num_experts", None), int)]
-    stacked = [(parameter, m.num_experts) for m in modules for parameter in m.parameters(recurse=False)]
     # Each expert's weights are a slice of one parameter; a router's weight is a matrix.
-    return sum(p.numel() // count * max(count - chosen, 0) for p, count in stacked if p.dim() == 3 and len(p) == count)
+    stacked = [
+        (parameter.numel(), module.num_experts, hasattr(module, "has_gate"))
+        for module in modules
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3 and len(parameter) == module.num_experts
+    ]
+    idle = sum(size // count * max(count - chosen, 0) for size, count, _ in stacked)
+    divisible = [(size, count) for size, count, can_be_sharded in stacked if can_be_sharded]
+    return {
+        "idle": idle,
+        "experts": sum(size for size, _ in divisible),
+        "num_experts": math.gcd(*(count for _, count in divisible)),
+        "chosen_experts": chosen,
+    }
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
@@ -177,9 +197,7 @@ def resident_bytes(
     """Return the resident bytes between steps, by kind; `moment_bytes` is the size of one moment of a float32
     weight.
     """
-    layers = shape.sizes.num_hidden_layers // layout.pipeline
-    parameters = layers * shape.layer_parameters + beside_layers(shape, layout)
-    local = parameters // (layout.tensor * layout.shard_ranks)
+    local = local_parameters(shape, layout)
     saved = shape.four_bit * (shape.element_bytes - BYTES_PER_WEIGHT)
     parts = {"weights": local * shape.element_bytes - int(saved)}
     if trained:
@@ -194,6 +212,22 @@ def resident_bytes(
     return parts
 
 
+def local_parameters(shape: Shape, layout: ParallelLayout) -> int:
+    """Return the number of parameters that a rank stores."""
+    layers, shards = shape.sizes.num_hidden_layers // layout.pipeline, layout.tensor * layout.shard_ranks
+    parameters = layers * shape.layer_parameters + beside_layers(shape, layout)
+    if layout.expert == 1:
+        return parameters // shards
+    # With `shard`, ranks with the same experts shard them further.
+    experts = layers * layer_experts(shape)
+    return (parameters - experts) // shards + experts // (layout.expert if layout.shard == "none" else shards)
+
+
+def layer_experts(shape: Shape) -> int:
+    """Return the number of parameters of a layer's experts, on average over the layers."""
+    return shape.experts // shape.sizes.num_hidden_layers
+
+
 def working_bytes(
     shape: Shape, layout: ParallelLayout, tokens: int, trained: bool, activations: int = 0, scalar: bool = False
 ) -> dict[str, int]:
@@ -206,8 +240,13 @@ def working_bytes(
     layers, width, parts = shape.sizes.num_hidden_layers // layout.pipeline, shape.element_bytes, dict[str, int]()
     if layout.shard != "none":
         gathered = layers if layout.shard == "optimizer" else min(2, layers)
-        held = beside_layers(shape, layout) + gathered * shape.layer_parameters
-        parts["weights gathered"] = held * width // layout.tensor
+        experts = gathered * layer_experts(shape) if layout.expert > 1 else 0
+        held = beside_layers(shape, layout) + gathered * shape.layer_parameters - experts
+        parts["weights gathered"] = held * width // layout.tensor + experts * width // layout.expert
+    if layout.expert > 1:
+        # A layer's rows on the way to experts and back, with an even load.
+        share = -(-tokens // (layout.token_ranks * layout.tensor))
+        parts["rows of experts"] = 2 * share * shape.chosen_experts * shape.sizes.hidden_size * width
     if layout.pipeline > 1:
         # A pipeline rank's receive buffers for one run: activations and, in training, gradients.
         activation = -(-tokens // (layout.token_ranks * layout.tensor)) * shape.sizes.hidden_size * width

@@ -181,9 +181,9 @@ def predict_own_tokens(
         # Ranks have different numbers of predictions.
         places = packed.row_ends if name == "scores" else packed.predictors
         counts = (places // count).bincount(minlength=group.size()).tolist()
-        parts = [values.new_empty(max(counts)) for _ in counts]
+        parts = [values.new_empty((max(counts), *values.shape[1:])) for _ in counts]
         if max(counts):
-            padded = pad(values.detach(), (0, max(counts) - len(values)))
+            padded = pad(values.detach(), (*[0, 0] * (values.dim() - 1), 0, max(counts) - len(values)))
             dist.all_gather(parts, padded, group=group)
         parts = [part[:number] for part, number in zip(parts, counts, strict=True)]
         parts[group.rank()] = values  # with its gradient

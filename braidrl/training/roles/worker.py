@@ -30,15 +30,17 @@ from braidrl.cluster.world import Ranks
 from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
+from braidrl.data.token_columns import ROUTED_EXPERTS
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
 from braidrl.training import lora
 from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBackend, TrainingBackend
+from braidrl.training.balance import RouterBalance, router_predictions
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
-from braidrl.training.compute.packed import Packed, pack, plan_shared, saves_enough
+from braidrl.training.compute.packed import HAS_ENTRIES, Packed, pack, plan_shared, saves_enough
 from braidrl.training.compute.rope import RopeLengths
 from braidrl.training.decoders.body import (
     PACKED,
@@ -50,6 +52,7 @@ from braidrl.training.decoders.body import (
 )
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.images import ModelImages, images_of
+from braidrl.training.decoders.routing import Routing, routed, use_routing
 from braidrl.training.loading import load_decoder, load_scorer, load_vision
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
@@ -109,6 +112,10 @@ class RoleWorker(ShardedBackend):
         self.shapes = shapes_of(self.model)
         if self.config.trainer.compile:
             FAST_LAYERS[self.device.type](self.model)
+        balance = self.config.trainer.balance if self.train and not self.is_scalar else None
+        self.balance = RouterBalance(self.model, balance, self.ranks) if balance is not None else None
+        self.step_metrics: dict[str, float] = {}
+        """Metrics of the last optimizer step by name."""
         # All pipeline ranks but the last pass hidden states on.
         predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
         reader = ParameterReader(self.path, self.model, self.ranks.expert_boxes(self.model), files)
@@ -116,7 +123,8 @@ class RoleWorker(ShardedBackend):
         # Only after sharding: the full model may be too large for one device.
         self.model.to(self.device).eval()
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self.train and (not self.lora or lora.is_adapter(name)))
+            is_frozen = self.balance is not None and name in self.balance.frozen
+            parameter.requires_grad_(self.train and not is_frozen and (not self.lora or lora.is_adapter(name)))
         for parameter in parts_beside_text(self.model) if not self.config.trainer.train_vision or self.lora else ():
             parameter.requires_grad_(False)
         self.optimizer: MasterOptimizer | None = None
@@ -152,12 +160,21 @@ class RoleWorker(ShardedBackend):
             return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
         return load_decoder(folder, self.dtype, on_meta=on_meta)
 
-    def hidden_states(self, packed: Packed) -> Tensor:
+    def routing(self, packed: Packed, is_watched: bool) -> Routing | None:
+        """Return the routing of a forward pass that replays routes or whose routers are watched, else None."""
+        routes = packed.per_token.get(ROUTED_EXPERTS)
+        if routes is None or routes.dim() != 3:
+            return Routing(keeps_logits=True) if is_watched else None
+        use_routing(self.model)
+        return Routing(routes, packed.per_token[HAS_ENTRIES], keeps_logits=is_watched)
+
+    def hidden_states(self, packed: Packed, routing: Routing | None = None) -> Tensor:
         """Return the output of this rank's last layer for each packed token, (N, D)."""
-        if packed.model_inputs:
-            return self.images.run_packed(packed)[0]
-        ids = packed.input_ids[None] if packed.hidden is None else None
-        return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
+        with routed(routing):
+            if packed.model_inputs:
+                return self.images.run_packed(packed)[0]
+            ids = packed.input_ids[None] if packed.hidden is None else None
+            return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference.
@@ -165,7 +182,8 @@ class RoleWorker(ShardedBackend):
         A decoder gives `log_probs` and `entropy` of the A action tokens, (A,) float32 or float64 in nats at the run's
         temperature, a scalar model `values` (A,) and `scores` (B,), one per row.
         """
-        hidden = self.hidden_states(packed)
+        routing = self.routing(packed, objective is not None and self.balance is not None)
+        hidden = self.hidden_states(packed, routing)
         if not self.is_scalar:
             log_probs, entropy = predicted_log_probs(
                 self.model,
@@ -175,7 +193,8 @@ class RoleWorker(ShardedBackend):
                 with_entropy_grad=objective is not None and objective.entropy_coef != 0,
                 compiled=self.config.trainer.compile,
             )
-            return {"log_probs": log_probs, "entropy": entropy}
+            of_routers = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
+            return {"log_probs": log_probs, "entropy": entropy, **of_routers}
         wanted = {"values": packed.predictors, "scores": packed.row_ends}
         if objective is not None:
             wanted = {name: places for name, places in wanted.items() if name in objective.loss.reads}
@@ -265,7 +284,11 @@ class RoleWorker(ShardedBackend):
                 if not batch.numbers:
                     # A zero loss over every output, so that all ranks run the same collectives.
                     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
+                of_routers = dict[str, Tensor]()
+                if self.balance is not None:
+                    predicted, of_routers = self.balance.observe(predicted, batch.packed.offsets)
                 losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
+                metrics |= of_routers
                 loss = losses[term.denominator]
                 if self.ranks.is_reporting_rank:
                     total = float(loss.detach())
@@ -430,6 +453,8 @@ class RoleWorker(ShardedBackend):
             ) from error
         for name, parameter in kept.items():
             local_shard(parameter).copy_(block_in(saved, name, parameter))
+        if self.balance is not None:
+            self.balance.load(ModelFiles(folder, self.model))
         if self.optimizer is not None:
             self.optimizer.load_state(state)
             if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
@@ -449,7 +474,10 @@ class RoleWorker(ShardedBackend):
         self.ranks.reshard(self.model)
         norm = self.optimizer.step(denominators, iteration, overrides)
         self.nonfinite, self._nonfinite = tuple(self._nonfinite), []
-        self.weight_updates += norm is not None and math.isfinite(norm)
+        is_updated = norm is not None and math.isfinite(norm)
+        self.weight_updates += is_updated
+        if self.balance is not None:
+            self.step_metrics = self.balance.step(is_updated)
         return norm
 
 

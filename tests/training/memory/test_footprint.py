@@ -5,10 +5,11 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, DeepseekV3Config
 
 from braidrl.config import TrainerConfig
 from braidrl.config.layout import ParallelLayout
@@ -27,6 +28,7 @@ from braidrl.training.memory.footprint import (
     working_bytes,
 )
 from braidrl.training.optimizer import MasterOptimizer
+from tests.tiny import MIXTURE
 from tests.training.activations import kept_bytes
 
 TOKENS = 96
@@ -133,3 +135,33 @@ def test_activations_of_experts_are_counted_in_every_dtype(dtype: torch.dtype) -
     use_plan(model, PACKED)
     small, large = (footprint.kept_bytes(model, tokens) for tokens in (64, 128))
     assert small < large < 2.5 * small
+
+
+def test_ranks_of_the_expert_axis_hold_their_experts_alone(tmp_path: Path) -> None:
+    MIXTURE.save_pretrained(tmp_path)
+    shape = model_shape(tmp_path, torch.float32)
+    experts = 4 * 3 * 8 * MIXTURE.hidden_size * MIXTURE.moe_intermediate_size
+    assert (shape.experts, shape.idle, shape.num_experts) == (experts, experts * 6 // 8, 8)
+
+    def stored(**axes: Any) -> int:
+        return resident_bytes(shape, False, ParallelLayout(**axes))["weights"] // 4
+
+    assert stored(data=4) - stored(data=4, expert=2) == experts // 2
+    assert stored(data=4, shard="full", expert=4) == pytest.approx(stored(data=4, shard="full"), abs=4)
+    full = ParallelLayout(data=4, shard="full")
+    plain, by_experts = (
+        working_bytes(shape, layout, TOKENS, True) for layout in (full, full.model_copy(update={"expert": 4}))
+    )
+    assert plain["weights gathered"] - by_experts["weights gathered"] == 4 * experts * 2 // 4 * 3 // 4
+    assert by_experts["rows of experts"] == 2 * TOKENS * 2 * MIXTURE.hidden_size * 4
+
+
+def test_dense_layers_before_a_mixture_do_not_make_a_pipeline_rank_too_large(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    DeepseekV3Config(
+        **sizes, **heads, num_hidden_layers=4, first_k_dense_replace=1, n_routed_experts=16
+    ).save_pretrained(tmp_path)
+    shape = model_shape(tmp_path, torch.float32)
+    stored = resident_bytes(shape, False, ParallelLayout(data=1, pipeline=2))["weights"]
+    assert stored < 4 * 0.6 * shape.parameters

@@ -1,0 +1,144 @@
+"""Balance of a mixture's experts: losses of its routers per token, the selection bias, and metrics by layer.
+
+routers ──logits, routes──▶ predictions ──observe──▶ losses per action token   added to the objective's
+                                             ╰──▶ counts of choices ──step──▶ metrics, selection bias
+
+Losses are numbers per action token, as the policy's are: the objective weights them, and their sums are divided once by
+the global count. Rows are whole in a micro-batch, so that no packing changes them.
+
+Shapes: A action tokens, B rows, L layers with a router, E experts, k experts of a token.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braidrl.config.training import BalanceConfig
+from braidrl.errors import UserError
+from braidrl.training.decoders.routing import Routing, experts_of, routers_of, use_routing
+from braidrl.training.objective import ROUTER_LOSS
+from braidrl.training.parallel.layouts import DataParallel
+
+LOGITS, SCORES, ROUTES, CHANGED = "router_logits", "router_scores", "routes", "routes_changed"
+"""Names of predictions: the routers' logits and normalised scores (A, L, E), the experts used, (A, L, k), and under a
+replay the share of them that the routers would not have chosen, (A, L).
+"""
+BIAS = "e_score_correction_bias"
+"""Name of the buffer (E,) that transformers adds to the scores to select experts, and not to weight them."""
+
+
+def router_predictions(routing: Routing, places: Tensor) -> dict[str, Tensor]:
+    """Return logits, scores and routes of the tokens at these places (A,) of a watched forward pass."""
+    logits = torch.stack([routing.logits[layer] for layer in sorted(routing.logits)], 1)[places]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = logits.softmax(-1)
+    if routing.is_sigmoid:
+        scores = logits.sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True)
+    found = {LOGITS: logits, SCORES: scores, ROUTES: routing.recorded()[places]}
+    if routing.changed:
+        found[CHANGED] = torch.stack([routing.changed[layer] for layer in sorted(routing.changed)], 1)[places].detach()
+    return found
+
+
+def choices(routes: Tensor, experts: int) -> Tensor:
+    """Return how often each token chose each expert, (A, L, E) of 0 and 1."""
+    return torch.zeros(*routes.shape[:2], experts, device=routes.device).scatter_(-1, routes, 1.0)
+
+
+def auxiliary_loss(scores: Tensor, routes: Tensor, offsets: Tensor) -> Tensor:
+    """Return each token's part of the auxiliary loss (A,), whose mean over a row is Σ_l E Σ_e f_e P_e.
+
+    f_e is the share of the row's choices that went to expert e, without gradient, and P_e the mean of its scores in the
+    row. `offsets` (B + 1,) are the starts of the rows' action tokens. DeepSeek-AI 2024, "DeepSeek-V3", equations 17-20.
+    """
+    lengths = offsets.diff()
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths).to(scores.device)
+    chosen = choices(routes, scores.shape[-1]).to(scores.dtype)
+    counts = chosen.new_zeros(len(lengths), *chosen.shape[1:]).index_add_(0, rows, chosen)
+    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return scores.shape[-1] * (shares[rows] * scores).sum((-1, -2))
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Return Σ_l (log Σ_e exp(logit))² of each token, (A,). Zoph et al. 2022, "ST-MoE", equation 5."""
+    return logits.logsumexp(-1).square().sum(-1)
+
+
+class RouterBalance:
+    """The routers of a trained model, whose choices are counted over an optimizer step."""
+
+    def __init__(self, model: Any, config: BalanceConfig, ranks: DataParallel) -> None:
+        """Prepare the model's routers in place. Raises UserError for a model that the settings do not fit."""
+        self.config, self.ranks = config, ranks
+        layers, experts = use_routing(model), experts_of(model)
+        names = {id(module): name for name, module in model.named_modules()}
+        routers = routers_of(model)
+        self.frozen = {
+            f"{names[id(router)]}.{name}"
+            for router in routers
+            if config.frozen
+            for name, parameter in router.named_parameters()
+            if parameter.dim() <= 2 and len(parameter) == experts and "experts" not in name.split(".")
+        }
+        """Names of the parameters that stay as they are."""
+        self.biases = {
+            f"{names[id(router)]}.{name}": (router, name)
+            for router in routers
+            if config.bias
+            for name, _ in router.named_buffers()
+            if name.endswith(BIAS)
+        }
+        if config.bias and len(self.biases) != layers:
+            raise UserError(
+                f"trainer.balance.bias: {type(model).__name__} has no selection bias; write trainer.balance.auxiliary"
+            )
+        self.counts = torch.zeros(layers, experts, dtype=torch.float64)
+        """How often this process's tokens chose each expert since the last optimizer step, (L, E)."""
+
+    def observe(self, predicted: Mapping[str, Tensor], offsets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Count a micro-batch's choices; return its predictions with the routers' losses in place of their outputs, and
+        metrics per token (A,).
+        """
+        found = dict(predicted)
+        logits, scores, routes = found.pop(LOGITS), found.pop(SCORES), found.pop(ROUTES)
+        if self.ranks.is_reporting_rank:
+            self.counts += choices(routes, scores.shape[-1]).sum(0).to(self.counts)
+        losses = {}
+        if self.config.auxiliary:
+            losses["router_auxiliary"] = auxiliary_loss(scores, routes, offsets)
+            found[ROUTER_LOSS] = self.config.auxiliary * losses["router_auxiliary"]
+        if self.config.z:
+            losses["router_z"] = z_loss(logits)
+            found[ROUTER_LOSS] = found.get(ROUTER_LOSS, 0) + self.config.z * losses["router_z"]
+        entropies = torch.special.entr(scores.detach()).sum(-1).unbind(1)
+        metrics = {f"router_entropy/{layer}": entropy for layer, entropy in enumerate(entropies)}
+        if (changed := found.pop(CHANGED, None)) is not None:
+            metrics |= {f"routes_changed/{layer}": share for layer, share in enumerate(changed.unbind(1))}
+        return found, metrics | {name: loss.detach() for name, loss in losses.items()}
+
+    @torch.no_grad()
+    def step(self, is_updated: bool) -> dict[str, float]:
+        """End an optimizer step: add its loads to the selection bias; return the busiest expert's load by layer, 1 if
+        all are equal.
+        """
+        if self.ranks.size > 1:
+            with self.ranks.meeting("all-reduce of expert loads"):
+                dist.all_reduce(self.counts, group=self.ranks.group)
+        counts, self.counts = self.counts, torch.zeros_like(self.counts)
+        if not is_updated or not counts.sum():
+            return {}
+        for (router, name), of_layer in zip(self.biases.values(), counts, strict=False):
+            bias = router.get_buffer(name)
+            bias += self.config.bias * (of_layer.mean() - of_layer).sign().to(bias)
+        loads = (counts.amax(-1) / counts.mean(-1)).tolist()
+        return {f"busiest_expert/{layer}": load for layer, load in enumerate(loads)}
+
+    @torch.no_grad()
+    def load(self, files: Mapping[str, Tensor]) -> None:
+        """Restore the selection biases of a checkpoint."""
+        for title, (router, name) in self.biases.items():
+            router.get_buffer(name).copy_(files[title])

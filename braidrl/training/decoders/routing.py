@@ -1,0 +1,167 @@
+"""The experts that a mixture's routers choose: recorded as an engine generates, and replayed as a trainer computes.
+
+hidden states ──router──▶ scores ──top-k──▶ chosen experts ──▶ Routing.chosen        recorded
+                                   ▲
+               Routing.given ──────╯ in place of the largest scores                  replayed
+
+Engine and trainer round differently, so that their routers choose other experts for some tokens. A replay takes the
+experts from the engine and their weights from the present scores: the router keeps its gradient, also for experts that
+it would not choose now.
+
+Routers are found by structure: modules of the layers whose forward calls `topk`. Layers are known by their modules, not
+by the order of calls, since the backward pass recomputes them in another order.
+
+Shapes: N packed tokens, L layers with a router, E experts, k experts of a token.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from braidrl.errors import UserError
+from braidrl.training.compute.cpu_layers import derived
+from braidrl.training.decoders.body import body_of, plan_of_model
+from braidrl.training.decoders.shrink import EXPERTS
+
+ROUTERS = "prepared_routers"
+"""Attribute of a prepared model: the number of its routers."""
+LAYER = "routing_layer"
+"""Attribute of a router: its number among the routers of the model."""
+
+
+@dataclass
+class Routing:
+    """The routes of one forward pass of N tokens."""
+
+    given: Tensor | None = None
+    """The experts to replay, (N, L, k); None to replay none."""
+    is_given: Tensor | None = None
+    """(N,) bool, False for tokens for which the routers choose."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """The experts (N, k) that each layer has used."""
+    keeps_logits: bool = False
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """The router's logits (N, E) of each layer, with gradient, of the first pass: recomputed layers change nothing."""
+    changed: dict[int, Tensor] = field(default_factory=dict)
+    """The share (N,) of each token's replayed experts that the layer's router would not have chosen."""
+    is_sigmoid: bool = False
+    """Whether the scores are the sigmoid of the logits instead of their softmax."""
+
+    def recorded(self) -> Tensor:
+        """Return the experts that were used, (N, L, k)."""
+        return torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1)
+
+
+current: ContextVar[Routing | None] = ContextVar("routing", default=None)
+"""The routing of the current forward pass; recomputed layers see that of their forward pass."""
+
+
+@contextmanager
+def routed(routing: Routing | None) -> Iterator[None]:
+    """Make routers record to, and replay from, a routing."""
+    token = current.set(routing)
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+class Selection(TorchFunctionMode):
+    """Records or replaces the experts that one call of a router selects."""
+
+    def __init__(self, routing: Routing, layer: int, experts: int) -> None:
+        super().__init__()
+        self.routing, self.layer, self.experts = routing, layer, experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if self.routing.keeps_logits and isinstance(found, Tensor) and found.shape[-1:] == (self.experts,):
+            if func is torch.nn.functional.linear:
+                self.routing.logits.setdefault(self.layer, found.reshape(-1, self.experts))
+            self.routing.is_sigmoid |= func in (torch.sigmoid, Tensor.sigmoid)
+        # Other calls of `topk` select groups of experts.
+        if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self.experts:
+            return found
+        routing, scores, chosen = self.routing, args[0], found.indices
+        if routing.given is not None and routing.is_given is not None:
+            given = routing.given[:, self.layer].to(chosen.dtype)
+            if routing.keeps_logits:
+                missing = (given[:, :, None] != chosen[:, None, :]).all(-1) & routing.is_given[:, None]
+                routing.changed[self.layer] = missing.to(scores.dtype).mean(-1)
+            chosen = torch.where(routing.is_given[:, None], given, chosen)
+            found = torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        routing.chosen[self.layer] = chosen
+        return found
+
+
+def router_forward(self: Any, *given: Any, **named: Any) -> Any:
+    """Run a router, in the current routing if there is one."""
+    routing = current.get()
+    if routing is None:
+        return self.plain_forward(*given, **named)
+    layer, experts = getattr(self, LAYER)
+    with Selection(routing, layer, experts):
+        return self.plain_forward(*given, **named)
+
+
+def use_routing(model: Any) -> int:
+    """Prepare a model's routers in place for `routed`; return their number.
+
+    Raises UserError for a model without routers, or whose routers do not see packed tokens.
+    """
+    if known := getattr(model, ROUTERS, 0):
+        return int(known)
+    name, experts = type(model).__name__, experts_of(model)
+    routers = [
+        module
+        for layer in body_of(model).layers
+        for module in layer.modules()
+        if calls_topk(getattr(type(module), "plain_forward", type(module).forward))
+    ]
+    if not experts or not routers or plan_of_model(model).by_rows:
+        raise UserError(f"{name} has no routers of experts that Braid can follow; remove `replay` and trainer.balance")
+    for number, router in enumerate(routers):
+        kind: Any = type(router)
+        if not hasattr(kind, "plain_forward"):
+            router.__class__ = derived(kind, router_forward)
+        setattr(router, LAYER, (number, experts))
+    setattr(model, ROUTERS, len(routers))
+    return len(routers)
+
+
+def routers_of(model: Any) -> list[Any]:
+    """Return the routers of a prepared model in the order of its layers."""
+    return sorted((m for m in model.modules() if hasattr(m, LAYER)), key=lambda router: int(getattr(router, LAYER)[0]))
+
+
+@cache
+def calls_topk(forward: Any) -> bool:
+    """Return True if a module's own forward selects by `topk`."""
+    try:
+        return "topk(" in inspect.getsource(forward)
+    except (OSError, TypeError):
+        return False
+
+
+def routes_dtype(model: Any) -> torch.dtype:
+    """Return the data type of expert numbers in a column: one byte up to 256 experts."""
+    return torch.uint8 if experts_of(model) <= 256 else torch.int16
+
+
+def experts_of(model: Any) -> int:
+    """Return the number of experts of a mixture's layer, 0 for a dense model."""
+    return experts_in(model.config)
+
+
+def experts_in(config: Any) -> int:
+    """Return the number of experts that a model's configuration names, 0 without any."""
+    config = config.get_text_config()
+    return next((int(getattr(config, key)) for key in EXPERTS if getattr(config, key, None)), 0)

@@ -1,0 +1,88 @@
+"""A run that replays the engine's routes of a mixture of experts: the same under each runtime, with suspended rows."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.prepare.setup import prepare
+from tests.invariants.traces import merged
+from tests.tiny import SIZES, TOKENIZER, Workshop, metrics_agree, recorded, sums, write_jsonl
+
+SECTIONS: dict[str, Any] = {
+    "dtype": "float64",
+    "algorithm": {"replay": "inference", "old": "recompute"},
+    "rollout": {"max_response_tokens": 12},
+    "trainer": {"steps": 2, "prompts_per_step": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("replay")
+    mixture = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**{**SIZES, **mixture}, head_dim=8, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(deepcopy(config)).save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    return Workshop(folder, folder / "model", write_jsonl(folder / "train.jsonl", sums(64)))
+
+
+@pytest.fixture(scope="module")
+def eager(workshop: Workshop) -> Path:
+    return workshop.run("eager", **SECTIONS)
+
+
+def test_a_replay_changes_nothing_where_both_choose_alike(workshop: Workshop, eager: Path) -> None:
+    rows = recorded(eager, 1)
+    assert rows["routed_experts"].lengths.tolist() == (rows["length"] - 1).tolist()
+    assert max(line["train/rollout_log_prob_gap"] for line in read_metrics(eager)) < 1e-9
+    free = workshop.run("free", **merged(SECTIONS, {"algorithm": {"replay": "none"}}))
+    assert "routed_experts" not in recorded(free, 1) and metrics_agree(eager, free)
+
+
+def test_an_engine_of_half_precision_is_followed_where_it_routes_otherwise(workshop: Workshop) -> None:
+    gaps, balance = {}, {"trainer": {"balance": {}}}
+    for replay in ("none", "inference"):
+        own = {"algorithm": {"replay": replay}, "dtype": "float32", "rollout": {"dtype": "bfloat16"}}
+        run = workshop.run(f"half-{replay}", **merged(merged(SECTIONS, own), balance))
+        changed = {name: value for name, value in read_metrics(run)[0].items() if "routes_changed" in name}
+        assert len(changed) == (2 if replay == "inference" else 0) and all(
+            0 < share < 0.5 for share in changed.values()
+        )
+        gaps[replay] = read_metrics(run)[0]["train/rollout_log_prob_gap"]
+    assert gaps["inference"] < gaps["none"]
+
+
+def test_suspended_rows_train_on_their_routes_under_streaming(workshop: Workshop) -> None:
+    own = {"rollout": {"tokens_per_iteration": 5}, "trainer": {"steps": 3, "max_staleness": 2, "surplus": "keep"}}
+    run = workshop.run("streaming", **merged(SECTIONS, own), runtime="streaming")
+    assert len(read_metrics(run)) == 3
+    for step in range(1, 4):
+        rows = recorded(run, step)
+        assert rows["routed_experts"].lengths.tolist() == (rows["length"] - 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine=embedded"),
+        ({"trainer": {"layout": {"pipeline": 2}}, "runtime": "distributed", "workers": 2}, "replay=none"),
+        ({"trainer": {"layout": {"tensor": 2}}, "runtime": "distributed", "workers": 2}, "replay=none"),
+        ({"trainer": {"layout": {"tensor": 2}, "balance": {}}, "runtime": "distributed", "workers": 2}, "expert"),
+        ({"trainer": {"balance": {"z": 0.1}, "lora": {"targets": ["q_proj"]}}}, "remove trainer.balance"),
+    ],
+)
+def test_what_cannot_replay_is_refused_before_a_model_loads(
+    workshop: Workshop, own: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(workshop.config("refused", **merged(SECTIONS, own)))
+    assert "\n" not in str(caught.value)
