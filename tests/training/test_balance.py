@@ -57,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         torch.manual_seed(3)
         model: Any = AutoModelForCausalLM.from_config(deepcopy(config))
         with torch.no_grad():
-            model.model.embed_tokens.weight += 0.05
+            model.model.embed_tokens.weight += 0.5
             for parameter in (p for key, p in model.named_parameters() if key.endswith("gate.weight")):
                 parameter.mul_(0.5)[:2] += 0.3
         model.save_pretrained(folder / name)

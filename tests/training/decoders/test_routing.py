@@ -162,3 +162,17 @@ def test_a_suspended_row_keeps_the_routes_of_the_version_that_drew_each_token() 
     assert torch.equal(routes[:known], ended.per_token[ROUTED_EXPERTS])
     assert torch.equal(routes[known:], later.per_token[ROUTED_EXPERTS][known:])
     assert not torch.equal(routes[:known], later.per_token[ROUTED_EXPERTS][:known]), "both route alike"
+
+
+def test_more_than_256_experts_take_two_bytes_and_replay() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=300, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=PACKED.attention)
+    use_plan(model, PACKED)
+    requests = wanted(2, 2)
+    finished = EmbeddedEngine(model.eval(), make_tokenizer(), 16, 64).generate(requests)
+    rows = table(requests, finished)
+    assert rows[ROUTED_EXPERTS].values.dtype == torch.int16 and int(rows[ROUTED_EXPERTS].values.max()) > 255
+    packed = pack(rows, CPU)
+    drawn = torch.cat([response.log_probs for response in finished])
+    torch.testing.assert_close(log_probs(model, packed, replay(packed)), drawn, rtol=0, atol=1e-9)

@@ -38,6 +38,11 @@ LAYOUTS: dict[int, dict[str, list[dict[str, Any]]]] = {
     },
 }
 """Layouts by name: the first of each list trains and saves, and the others resume."""
+BALANCE = {"balance": {"auxiliary": 0.3, "z": 0.1}}
+BALANCED: dict[int, list[dict[str, Any]]] = {
+    2: [EXPERT, {**EXPERT, "sequence": 2, "shard": "full"}],
+    4: [{"expert": 4, "context": 2, "shard": "full"}],
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +57,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_ranks_that_share_experts_give_the_result_of_one_process(mixture: str, size: int, tmp_path: Path) -> None:
     cases = {name: (mixture, layouts) for name, layouts in LAYOUTS[size].items()}
-    task = {"cases": {}, "experts": cases, "folder": str(tmp_path)}
+    balanced = {f"balance under {layout}": (mixture, layout, BALANCE) for layout in BALANCED[size]}
+    task = {"cases": {}, "experts": cases, "stepped": balanced, "folder": str(tmp_path)}
     found = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
-    assert found == {name: [] for name in cases}
+    assert found == {name: [] for name in (*cases, *balanced)}
 
 
 def test_an_expert_axis_that_divides_no_devices_is_refused_in_one_line() -> None:
