@@ -180,7 +180,8 @@ class AdvantageNames:
         to go G_{i,k} = Σ_{l ≥ k} γ^(l − k)·r_{i,l}.
 
         REINFORCE with returns to go. This baseline depends on no act of turn k or later: all that reached turn k
-        count, however they went on. A row that the statistics leave out has advantage 0.
+        count, however they went on. A row that the statistics leave out has advantage 0. With γ = −1 a row is a
+        game of two sides that move in turn, and a turn gains what the other side loses: self-play of one policy.
         """
 
     def whiten(
