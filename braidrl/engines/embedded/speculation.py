@@ -34,8 +34,10 @@ LONGEST = 16
 """Guesses of a row in one pass."""
 LEAST = 0.02
 """Guesses less probable than this are not made."""
-GAIN = 1.03
+GAIN = 1.1
 """Guesses are taken if a pass then draws so many times as many tokens per second."""
+RECHECK = 4
+"""Passes until costs are looked at again while rows fill the machine."""
 MOST_WAIT = 64
 """Passes after which guesses are considered again, if they were not worth it."""
 REMEMBERED = 16
@@ -47,7 +49,7 @@ PROMPT_TOKENS = 4096
 MEASURED = 5
 """Measurements of a pass's seconds that count, by its size."""
 VALID = 256
-"""Passes after which a measurement does not count any more: contexts have grown, or the machine is shared."""
+"""Passes after which a measurement does not count any more: contexts have grown."""
 
 
 class EarlierResponses:
@@ -113,9 +115,11 @@ class Guesses:
         name = ids[:own].numpy().tobytes()
         if (book := self._books.get(name)) is None:
             book = self._books[name] = Book(self._functions)
-            before = last_tokens(ids[:own])
-            for response in self._earlier.of(name):
-                book.read(response, before)
+            if responses := self._earlier.of(name):
+                # As one text: where a response follows another one, the last words of the prompt are between them.
+                before = ids[max(0, own - DEPTH) : own]
+                text = torch.cat([part for response in responses for part in (before, response)])
+                book.read(text, last_tokens(ids[:0]))
             start = max(0, own - PROMPT_TOKENS)
             book.read(ids[start:own], last_tokens(ids[:start]))
         if request.continues:
@@ -251,7 +255,7 @@ class Speculation:
         self._wait = self._left = 0
         """Passes between two considerations of guesses, and until the next one."""
         self._expected, self.trust = 0.0, 1.0
-        """Accepted guesses per expected one."""
+        """Accepted guesses per expected one, at most 1."""
 
     def begin(self, slot: int, request: Request) -> None:
         """Prepare a slot for a row that starts or resumes; its guesses are considered in the next pass."""
@@ -266,6 +270,12 @@ class Speculation:
         self._expected = 0.0
         if self._left:
             self._left -= 1
+            return None
+        rows = len(slots)
+        perfect = [1.0] * min(self._most - rows, rows * LONGEST)
+        if not useful_guesses(perfect, rows, self.costs, self._multiple, self._most):
+            # The rows fill the machine: even right guesses would not be worth their cost.
+            self._left = RECHECK
             return None
         most = (limit - drawn)[slots] - 1
         drafts, probabilities = self.guesses.of(slots, tokens, drawn, most)
@@ -284,8 +294,10 @@ class Speculation:
         return drafts, counts
 
     def observe(self, size: int, guesses: int, accepted: int, seconds: float) -> None:
-        """Record a pass of `size` tokens."""
+        """Record a pass of `size` tokens, which took so many seconds of this thread."""
         self.measured.add(size, guesses > 0, seconds)
         if guesses:
-            share = accepted / max(self._expected, 0.5)
-            self.trust = min(1.2, max(0.05, self.trust + 0.05 * (share - self.trust)))
+            self.trust += 0.1 * (min(1.0, accepted / max(self._expected, 0.5)) - self.trust)
+        else:
+            # What was wrong in the past is tried again.
+            self.trust += 0.01 * (1.0 - self.trust)
