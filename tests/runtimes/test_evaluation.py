@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from braidrl.cli.commands import app
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import best_checkpoint, run_config
 from tests.tiny import Workshop, sums, write_jsonl

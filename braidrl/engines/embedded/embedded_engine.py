@@ -437,7 +437,7 @@ class EmbeddedEngine(SteppingEngine):
         self._has_changed = True
         if self.speculation is not None:
             for number, (slot, row) in enumerate(zip(slots, rows, strict=True)):
-                self.speculation.guesses.end(slot, row.request, tokens[number, : drawn[number]], aborted)
+                self.speculation.end(slot, row.request, tokens[number, : drawn[number]], aborted)
         ended = []
         for number, (row, count) in enumerate(zip(rows, drawn, strict=True)):
             names = [column.name for column in returned_columns(row.request.columns) if column.name in values]
@@ -494,7 +494,7 @@ class EmbeddedEngine(SteppingEngine):
         self._prompts.clear()
         self._cohorts.clear()
         if self.speculation is not None:
-            self.speculation.guesses.clear()
+            self.speculation.clear()
         self._positions = self._steps = 0
         if release or self._graphs is None:
             self._cache.release()

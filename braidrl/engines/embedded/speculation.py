@@ -36,6 +36,8 @@ LEAST = 0.02
 """Guesses less probable than this are not made."""
 GAIN = 1.1
 """Guesses are taken if a pass then draws so many times as many tokens per second."""
+FEW = 32
+"""The most rows for which guesses are considered: with more, a pass is bound by arithmetic, not by reading weights."""
 RECHECK = 4
 """Passes until costs are looked at again while rows fill the machine."""
 MOST_WAIT = 64
@@ -140,8 +142,13 @@ class Guesses:
             seen = int(self._read[slot])
             book.read(drawn[seen:], last_tokens(torch.cat([self._before[slot], drawn[:seen]])))
         if not aborted:
-            start = len(request.prompt) - request.continues
-            self._earlier.add(name, torch.cat([request.prompt[start:], drawn]))
+            self.remember(request, drawn)
+
+    def remember(self, request: Request, drawn: Tensor) -> None:
+        """Remember a complete response for later epochs."""
+        own = len(request.prompt) - request.continues
+        name = request.prompt[:own].numpy().tobytes()
+        self._earlier.add(name, torch.cat([request.prompt[own:], drawn]))
 
     def of(self, slots: Tensor, tokens: Tensor, drawn: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Return up to `most` (R,) guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability
@@ -256,27 +263,45 @@ class Speculation:
         """Passes between two considerations of guesses, and until the next one."""
         self._expected, self.trust = 0.0, 1.0
         """Accepted guesses per expected one, at most 1."""
+        self._unread: dict[int, Request] = {}
+        """The rows in slots whose texts are read only when few enough rows are left."""
 
     def begin(self, slot: int, request: Request) -> None:
-        """Prepare a slot for a row that starts or resumes; its guesses are considered in the next pass."""
-        self.guesses.begin(slot, request)
+        """Note a row that starts or resumes in a slot; its guesses are considered in the next pass."""
+        self._unread[slot] = request
         self._left = 0
+
+    def end(self, slot: int, request: Request, drawn: Tensor, aborted: bool) -> None:
+        """Release a slot; a complete response is remembered."""
+        if self._unread.pop(slot, None) is None:
+            self.guesses.end(slot, request, drawn, aborted)
+        elif not aborted:
+            self.guesses.remember(request, drawn)
+
+    def clear(self) -> None:
+        """Forget the rows; responses stay."""
+        self._unread.clear()
+        self.guesses.clear()
 
     def choose(self, slots: Tensor, tokens: Tensor, drawn: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the guesses (R, K) of rows and how many of each row's a pass takes, (R,); None for no guesses.
 
         Arguments are those of `Guesses.of`, and the rows' limits (slots,).
         """
-        self._expected = 0.0
+        self._expected, rows = 0.0, len(slots)
+        if rows > FEW:
+            return None
         if self._left:
             self._left -= 1
             return None
-        rows = len(slots)
         perfect = [1.0] * min(self._most - rows, rows * LONGEST)
         if not useful_guesses(perfect, rows, self.costs, self._multiple, self._most):
             # The rows fill the machine: even right guesses would not be worth their cost.
             self._left = RECHECK
             return None
+        for slot, request in self._unread.items():
+            self.guesses.begin(slot, request)
+        self._unread.clear()
         most = (limit - drawn)[slots] - 1
         drafts, probabilities = self.guesses.of(slots, tokens, drawn, most)
         ordered, places = probabilities.flatten().sort(descending=True, stable=True)
