@@ -33,7 +33,8 @@ def test_runs_of_one_second_get_separate_folders(tmp_path: Path) -> None:
     folders = [new_run_folder(config(tmp_path, flow)) for flow in ("grpo", "grpo", "own/median.py:median")]
     assert len(set(folders)) == 3 and [folder.name.split("-")[0] for folder in folders] == ["grpo", "grpo", "median"]
     asked = config(tmp_path)
-    data = asked.data.model_copy(update={"cache": asked.data.cache.expanduser()})
+    images = asked.data.images.model_copy(update={"folder": asked.data.images.folder.expanduser()})
+    data = asked.data.model_copy(update={"cache": asked.data.cache.expanduser(), "images": images})
     assert run_config(folders[0]) == asked.model_copy(update={"model": Path("model").absolute(), "data": data})
 
 
