@@ -11,8 +11,10 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import floor
+from typing import TypeVar
 
 import psutil
 
@@ -24,6 +26,8 @@ from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, longest, with_data, without_data
 from braidrl.training.role_settings import MOST_SLOTS
+
+T = TypeVar("T")
 
 VLLM_SHARE = 0.9
 """vLLM's default share of a device."""
@@ -107,6 +111,19 @@ def device_groups(deployment: Deployment) -> list[DeviceGroup]:
     return found
 
 
+def after_first(world: World, check: Callable[[], T]) -> T:
+    """Call `check` on the first rank, then on all others; raise the first one's UserError in all of them."""
+    refused, made = "", None
+    if world.first:
+        try:
+            made = check()
+        except UserError as error:
+            refused = str(error)
+    if refused := world.share("checked", refused):
+        raise UserError(refused)
+    return check() if made is None else made
+
+
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
     """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this
     together.
@@ -118,7 +135,8 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     if mode.placed:
         # Its generating workers read the data, and this process only checks that it exists.
         check_files(config, train)
-    prepared = without_data(config, train)
+    # What the first rank proves of a model, the others of its machine find.
+    prepared = after_first(world, lambda: without_data(config, train))
     if lines := lacking(config):
         raise UserError(lines[0])
     if not mode.placed:

@@ -152,11 +152,17 @@ def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 
 @torch.no_grad()
+def save(model: Any, folder: str, **options: Any) -> None:
+    """Save a model as transformers does, on any rank: it would write on the first one alone."""
+    model.should_save_on_this_rank = lambda _: True
+    model.save_pretrained(folder, **options)
+
+
 def exported(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Save the model as in a checkpoint, load it with transformers and compare logits."""
     with tempfile.TemporaryDirectory() as folder:
         model = twin.model(plan)
-        model.save_pretrained(folder, state_dict=dict(model.state_dict()))
+        save(model, folder, state_dict=dict(model.state_dict()))
         loaded: Any = auto_class(twin.config).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
         loaded.to(twin.device).eval()
     row = twin.rows[1][None]
@@ -171,7 +177,7 @@ def read_in_parts(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         return 0.0, EXACT  # no layout shards such a model
     model = twin.model(plan)
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        save(model, folder)
         parts, is_whole = skeleton(
             auto_class(twin.config), Path(folder), copy.deepcopy(twin.config), plan, torch.float32
         )
@@ -199,7 +205,7 @@ def resumed(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     step(through, twice)
     step(first, once)
     with tempfile.TemporaryDirectory() as folder:
-        first.save_pretrained(folder)
+        save(first, folder)
         second: Any = auto_class(twin.config).from_pretrained(
             folder, attn_implementation=plan.attention, dtype=torch.float32
         )
@@ -279,7 +285,7 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan) -> list[proof.Finding]:
         return max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"]), proof.BOUND
 
     with tempfile.TemporaryDirectory() as folder:
-        twin.model(plan).save_pretrained(folder)
+        save(twin.model(plan), folder)
         task = {"folder": folder, "layout": {}, "rows": [row.tolist() for row in twin.rows]}
         alone = figures(None, task)
         return [proof.Finding.of(f"{name} equals one process", difference, layout) for name, layout in LAYOUTS.items()]

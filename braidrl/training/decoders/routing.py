@@ -74,7 +74,7 @@ def routed(routing: Routing | None) -> Iterator[None]:
         current.reset(token)
 
 
-class Selection(TorchFunctionMode):
+class RoutedSelection(TorchFunctionMode):
     """Records or replaces the experts that one call of a router selects."""
 
     def __init__(self, routing: Routing, layer: int, experts: int) -> None:
@@ -108,7 +108,7 @@ def router_forward(self: Any, *given: Any, **named: Any) -> Any:
     if routing is None:
         return self.plain_forward(*given, **named)
     layer, experts = getattr(self, LAYER)
-    with Selection(routing, layer, experts):
+    with RoutedSelection(routing, layer, experts):
         return self.plain_forward(*given, **named)
 
 
