@@ -51,6 +51,7 @@ WIRES = {
         "agents/listening.py",
         "agents/streamed_turns.py",
     },
+    "http": {"observe/rollouts_page.py"},  # a page for this machine's browser
     "mcp": {"agents/libraries.py"},
     "redis": {"queue/storage.py"},
     # Formats.
@@ -82,7 +83,6 @@ ABSENT = {
     "shelve",
     "xmlrpc",
     "socketserver",
-    "http",
     "requests",
     "httpx",
     "websockets",

@@ -230,7 +230,7 @@ def names_in(messages: Any) -> list[str]:
     return [part[IMAGE] for part in image_parts(messages) if IMAGE in part]
 
 
-def kept_messages(value: Any, store: ImageStore, beside: Path) -> Any:
+def kept_messages(value: Any, images: ImageStore, beside: Path) -> Any:
     """Return messages whose images are in the store, each part {type: image, image: name}; other values unchanged.
 
     Raises BrokenImage for a broken one, a video or a sound.
@@ -241,19 +241,19 @@ def kept_messages(value: Any, store: ImageStore, beside: Path) -> Any:
     for message in value:
         content = message.get("content")
         if isinstance(content, list | tuple):
-            message = {**message, "content": [_kept_part(part, store, beside) for part in content]}
+            message = {**message, "content": [_kept_part(part, images, beside) for part in content]}
         made.append(message)
     return made
 
 
-def _kept_part(part: Any, store: ImageStore, beside: Path) -> Any:
+def _kept_part(part: Any, images: ImageStore, beside: Path) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in (*OTHER_MEDIA, "input_audio", "audio_url", "video_url"):
         raise BrokenImage(f"a message has a part of type {kind}, and videos and sounds are not supported; remove it")
     if kind not in (IMAGE, "image_url"):
         return part
     given = next((part[key] for key in (IMAGE, "image_url", "url", "path", "bytes") if part.get(key) is not None), None)
-    return image_part(None if given is None else store.add(given, beside))
+    return image_part(None if given is None else images.add(given, beside))
 
 
 def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:

@@ -211,7 +211,7 @@ class Reading:
         """
         if self.vision is None:
             return record, []
-        store, beside = self.vision.store, self.source.path.parent
+        images, beside = self.vision.store, self.source.path.parent
         field = self.source.images_field
         field = field if record.get(field) is not None or "images_field" in self._named else "image"
         for name in OTHER_MEDIA:
@@ -219,8 +219,8 @@ class Reading:
                 raise BrokenImage(f"the field {name!r} is given, and videos and sounds are not supported; remove it")
         given = record.get(field)
         given = [given] if given is not None and not isinstance(given, list | tuple) else given or []
-        names = [store.add(image, beside) for image in given if image is not None]
-        kept = {name: kept_messages(value, store, beside) for name, value in record.items() if name != field}
+        names = [images.add(image, beside) for image in given if image is not None]
+        kept = {name: kept_messages(value, images, beside) for name, value in record.items() if name != field}
         return ({**kept, field: names} if names else kept), names
 
     def _with_images(self, example: Example, images: list[str], line: int) -> Example:

@@ -18,17 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
-from braidrl.errors import UserError, first_line, suggest
+from braidrl.errors import UserError, suggest
 from braidrl.training.decoders.body import decoder_of
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
-from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.shards import box_of, full_tensor, local_shard
 
 T = TypeVar("T")
@@ -86,13 +83,11 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
         parameter.requires_grad_(is_adapter(name))
 
 
-def start_from(model: nn.Module, folder: Path) -> None:
-    """Copy adapters in peft's format into those of a model. Raises UserError if they are of another model."""
-    path = folder.expanduser() / ADAPTER_WEIGHTS
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"lora.adapter: {path} cannot be read ({first_line(error)})") from error
+def start_from(model: nn.Module, saved: Mapping[str, Tensor], path: Path) -> None:
+    """Copy adapters that were read from a file in peft's format into those of a model.
+
+    Raises UserError if they are of another model.
+    """
     wanted = adapters_of(dict(model.named_parameters()))
     shapes, given = ({name: tuple(one.shape) for name, one in each.items()} for each in (wanted, saved))
     if unlike := sorted(name for name in shapes | given if shapes.get(name) != given.get(name)):

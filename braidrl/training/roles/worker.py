@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.data.token_columns import ROUTED_EXPERTS
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.flow import Flow
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
@@ -105,7 +106,11 @@ class RoleWorker(ShardedBackend):
         if self.lora:
             lora.add_adapters(self.model, self.lora, self.config.seed)
             if self.lora.adapter:
-                lora.start_from(self.model, self.lora.adapter)
+                path = self.lora.adapter.expanduser() / ADAPTER_WEIGHTS
+                try:
+                    lora.start_from(self.model, load_file(path), path)
+                except (OSError, SafetensorError) as error:
+                    raise UserError(f"lora.adapter: {path} cannot be read ({first_line(error)})") from error
             for module in list(self.model.modules()) if self.lora.base_dtype else ():
                 if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
                     module.base_layer = lora.FourBitLinear(base)
