@@ -255,7 +255,7 @@ def use(name: str, folder: Path, generates: bool) -> None:
     for flow in ("sft", "grpo") if generates else ("sft",):
         changed = {"output": str(folder), "name": flow, "data": {"train": str(data)}, "dtype": "float32"}
         settings = merged(FLOWS[flow], {"trainer": {"steps": 2 if flow == "grpo" else 1}})
-        run = train(parse_config({**SETTINGS, **settings, **changed, "model": str(folder / "model")}))
+        run = train(parse_config(merged(merged(SETTINGS, settings), {**changed, "model": str(folder / "model")})))
         lines = read_metrics(run)
         assert all(math.isfinite(line["actor/grad_norm"]) for line in lines), f"{flow}: {lines}"
     export_model(run, folder / "export")

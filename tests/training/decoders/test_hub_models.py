@@ -20,7 +20,7 @@ from braidrl.training.decoders.shrink import shrink_config, tiny_model
 from braidrl.training.loading import load_decoder, read_model_config
 from tests.invariants.traces import merged
 from tests.tiny import TOKENIZER, Workshop
-from tests.training.decoders.families import FLOWS, write_pairs
+from tests.training.decoders.families import FLOWS, write_family, write_pairs
 
 WRAPPED = {
     "gemma3": "Gemma3ForConditionalGeneration",
@@ -128,3 +128,11 @@ def test_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path: Path) 
     shop = Workshop(tmp_path, tmp_path / "model", write_pairs(tmp_path / "pairs.jsonl"))
     with pytest.raises(UserError, match="an encoder and a decoder"):
         train(parse_config(shop.tree("refused", **FLOWS["sft"])))
+
+
+def test_a_type_with_attention_classes_of_its_own_is_sized_and_trains(tmp_path: Path) -> None:
+    """Falcon looks its attention up in a table of its own, which has none of Braid's."""
+    folder = write_family(tmp_path / "model", "falcon")
+    shop = Workshop(tmp_path, folder, write_pairs(tmp_path / "pairs.jsonl"))
+    run = shop.run("sft", **merged(FLOWS["sft"], {"trainer": {"steps": 1}}))
+    assert (run / "checkpoints" / "step-1" / "actor" / "model.safetensors").is_file()
