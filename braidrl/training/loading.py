@@ -173,15 +173,20 @@ def _load(
             for handler, level in handlers:
                 handler.setLevel(level)
         missing = set(loaded["missing_keys"])
-        for parameter in model.parameters():
-            # transformers keeps some in float32; ranks divide parameters of one type.
-            parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
+        with_one_type(model, dtype)
     use_fast_products(model)
     use_plan(model, plan)
     if lacking := sorted(missing - {optional}):
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise UserError(f"model: the weights in {folder} lack {', '.join(lacking[:3])}{more}; copy the whole model")
     return model, not missing
+
+
+def with_one_type(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give all parameters one data type: transformers keeps some in float32, and ranks divide those of one type."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype) -> tuple[Any, bool]:
@@ -191,6 +196,7 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
             model: Any = auto.from_config(config, dtype=dtype, attn_implementation=plan.attention)
     except Exception as error:  # any type: the library computes with unchecked values of the file
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
+    with_one_type(model, dtype)
     whole = rebuild_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)

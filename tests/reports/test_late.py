@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
@@ -31,15 +31,7 @@ from braidrl.runtimes.run import TrainingRun
 from tests.tiny import Workshop, sums, write_jsonl
 
 SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "typical_p": 0.9}
-"""Settings that some versions of transformers refuse to save without `do_sample`."""
-
-
-def are_refused(folder: Path) -> bool:
-    try:
-        GenerationConfig(**SAMPLING).save_pretrained(folder)
-    except ValueError:
-        return True
-    return False
+"""Settings that some versions of transformers refuse to save without `do_sample`; the file is then copied."""
 
 
 def test_refused_settings_a_lost_model_folder_and_a_failed_report_do_not_stop_the_checkpoint(
@@ -56,8 +48,6 @@ def test_refused_settings_a_lost_model_folder_and_a_failed_report_do_not_stop_th
         run.train()
     saved, said = run.folder / "checkpoints" / "step-2" / "actor", capfd.readouterr().err
     assert SAMPLING.items() <= json.loads((saved / "generation_config.json").read_text()).items()
-    named = "generation_config.json cannot be written as transformers would" in said
-    assert named == are_refused(workshop.folder / "refused")
     assert "report.html could not be written (ZeroDivisionError" in said
     AutoModelForCausalLM.from_pretrained(saved)
     AutoTokenizer.from_pretrained(saved)
