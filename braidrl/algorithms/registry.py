@@ -124,12 +124,10 @@ class Registry(dict[str, Entry]):
             writes: Columns that it returns.
             scope: The rows that it must see at once.
             sums: For scope `batch`: `sums(columns, **settings)` returns a dict of numbers or tensors, which are added
-            up over all rows; the
-                function receives the totals as its keyword `totals`.
+                up over all rows; the function receives the totals as its keyword `totals`.
             columns: Columns of parameters whose names differ from the columns': `{"baseline": "greedy.reward"}`.
             state: Initial values of a small state that its stage owns, such as a KL coefficient; the function receives
-            it as its keyword
-                `state`.
+                it as its keyword `state`.
             update_state: `update_state(state, totals, **settings)` returns the next state, once per iteration.
             needs: Requirements of the function.
             denominator: For an aggregation: the count that divides its sums.

@@ -44,7 +44,7 @@ class Role:
             purpose: Key of the random numbers.
             environment: `module:Class`, `module:function`, `gem:name` or `agent:module:function`.
             columns: Columns per token that the engine returns beside log-probs and versions, by name or as
-            `file.py:function`; those that a later stage reads need not be named.
+                `file.py:function`; those that a later stage reads need not be named.
         """
         params = {
             "into": into,
@@ -93,7 +93,8 @@ class Role:
 
         Args:
             weight: Weight with which the score is added to `score` and `reward`; by default 1 for the role `reward`,
-            none for others. of: Namespace of the responses.
+                none for others.
+            of: Namespace of the responses.
         """
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
@@ -145,7 +146,7 @@ class Role:
             positive_coef: Weight of the likelihood of right answers.
             observation_coef: Weight of the likelihood of observations in episodes.
             replay: `inference` takes the experts of a mixture that the engine chose, with weights from the present
-            scores; for log-probs recomputed before the update too.
+                scores; for log-probs recomputed before the update too.
         """
         source = source.name if isinstance(source, Role) else source
         params = {
@@ -171,7 +172,8 @@ class Role:
 
         Args:
             type: `module:Class.method` or `file.py:Class.method`, registered with a protocol and the columns that it
-            writes. params: Arguments of the method besides rows.
+                writes.
+            params: Arguments of the method besides rows.
         """
         return make_stage(type, self.name, params, id=id, when=when, after=after)
 

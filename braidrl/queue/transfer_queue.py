@@ -176,10 +176,12 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         Args:
             tasks: By consuming task the columns that a row needs before it is ready.
             samplers: By task a sampler's name, `module:function` or `path.py:function`; the oldest rows first by
-            default. lease_s: Seconds without a heartbeat after which a consumer's rows go to another. budget_bytes:
-            Limit of payload in the queue; a put waits for room. None is no limit but memory. ip: Address to listen on;
-            other machines reach any but the loopback. storage: Place of payload: `shared_memory`, `file:/path` or
-            `redis://host:port/0`. secret: Needed by every client, and encrypts all traffic. Required off the loopback.
+                default.
+            lease_s: Seconds without a heartbeat after which a consumer's rows go to another.
+            budget_bytes: Limit of payload in the queue; a put waits for room. None is no limit but memory.
+            ip: Address to listen on; other machines reach any but the loopback.
+            storage: Place of payload: `shared_memory`, `file:/path` or `redis://host:port/0`.
+            secret: Needed by every client, and encrypts all traffic. Required off the loopback.
 
         Raises:
             UserError: A sampler or storage is unknown, or the secret is missing on a public address.

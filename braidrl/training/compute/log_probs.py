@@ -104,8 +104,10 @@ def linear_log_probs(
         targets: (N,) int64 token ids.
         temperature: Divides the logits.
         with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the
-        backward. chunk_elements: Logits held at once; None for CHUNK_BYTES. compiled: Use compiled kernels, if there
-        are any for the weight's device. cap: Soft cap: logits over temperature z become cap · tanh(z / cap).
+            backward.
+        chunk_elements: Logits held at once; None for CHUNK_BYTES.
+        compiled: Use compiled kernels, if there are any for the weight's device.
+        cap: Soft cap: logits over temperature z become cap · tanh(z / cap).
 
     Returns:
         Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
