@@ -33,7 +33,7 @@ MOST_SHOWN = 20
 
 
 class Measured(NamedTuple):
-    """What was measured on the units of one source."""
+    """Measurements on the units of one source."""
 
     rate: np.ndarray
     """(U,) float64, moving average of the share of right rows; NaN for a unit that was not drawn yet."""

@@ -373,7 +373,7 @@ def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, 
     exchange_parts(folder, ranks, purpose)
     layout = {"parts": ranks.size, "batches": outcomes[0]["batches"]}
     for name, value in (("facts.json", asdict(facts)), (PARTS, layout)):
-        # LoadingRanks of one machine write the same file.
+        # Ranks of one machine write the same file.
         own = folder / f"{name}.{ranks.rank}"
         own.write_text(json.dumps(value), encoding="utf-8")
         own.replace(folder / name)

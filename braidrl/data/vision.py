@@ -35,7 +35,7 @@ Expansion = Callable[["Vision", str], list[int]]
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How the models of a type see."""
+    """The way in which the models of a type read images."""
 
     expansion: Expansion
     is_written: bool = True

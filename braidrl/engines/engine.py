@@ -57,7 +57,7 @@ def check_idle(name: str, rows: Collection[Uid], does: str) -> None:
 
 @dataclass(frozen=True)
 class Speculated:
-    """What an engine has decoded since its start, and how it guessed next tokens."""
+    """Counts of an engine's passes, tokens and guesses since its start."""
 
     passes: int = 0
     """Passes of the model, each counted for every row that took part."""

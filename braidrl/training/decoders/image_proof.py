@@ -58,7 +58,7 @@ LATER = ("visual_pos_masks", "deepstack_visual_embeds")
 
 @dataclass(frozen=True)
 class ProofVision:
-    """What `ModelImages` reads of a `Vision`, for images that are embeddings alone."""
+    """The part of a `Vision` that `ModelImages` reads, for images that are embeddings alone."""
 
     token: int
     merge: int

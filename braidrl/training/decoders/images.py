@@ -59,7 +59,7 @@ def replace_embeddings(module: nn.Module, given: Any, output: Tensor) -> Tensor 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the images of packed sequences are."""
+    """Positions of the images in packed sequences."""
 
     positions: Tensor
     """(N,), or (N, 3) for a rope of three axes; they begin anew in each sequence."""
