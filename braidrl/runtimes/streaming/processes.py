@@ -221,7 +221,7 @@ class Processes:
         group, workers = engines[name], self.workers_of(name)
         count, least = len(workers) + more, 2 if self.config.streaming.weights == "rolling" else 1
         if count < least:
-            raise UserError(f"{name} has {len(workers)} engines, and the run needs {least}; {-more} cannot leave")
+            raise UserError(f"{name} has {number_of_engines(len(workers))}, and the run needs {least}; {-more} cannot leave")
         if more > 0:
             # The devices of an engine that still ends are in use.
             used = {member.number // group.ranks for member, _ in self.leaving if member.group.name == name} | set(
@@ -235,8 +235,8 @@ class Processes:
         for number in sorted(workers)[count:]:
             self._leave(workers[number])
         self.control.change(lambda: self.control.loading.limit_draining(count))
-        done = f"{abs(more)} {'engine' if abs(more) == 1 else 'engines'} {'join' if more > 0 else 'leave'}"
-        return f"{name} has {count} engines: {done}"
+        verb = f"{'join' if more > 0 else 'leave'}{'s' if abs(more) == 1 else ''}"
+        return f"{number_of_engines(abs(more))} {verb}; {name} then has {number_of_engines(count)}"
 
     def _check_room(self, group: Group, workers: Sequence[int]) -> None:
         """Raise UserError if new workers of a group have no devices or servers."""
@@ -422,3 +422,8 @@ def orphaned(arguments: Mapping[str, Any]) -> None:
     place = Place(*arguments["place"])
     remove_run(place.run, place.storage)
     remove_weights(place.run)
+
+
+def number_of_engines(count: int) -> str:
+    """Return a number of engines in words."""
+    return f"{count} engine{'s' if count != 1 else ''}"

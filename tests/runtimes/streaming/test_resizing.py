@@ -74,12 +74,12 @@ def test_a_run_with_a_join_a_leave_and_a_preemption_equals_an_undisturbed_one(
                 resizing.ask(run.folder, -1, group)
             with pytest.raises(UserError, match=r"no group 'actor.generat'.*actor.generate"):
                 resizing.ask(run.folder, 1, "actor.generat")
-            assert "has 3 engines: 2 engines join" in resizing.ask(run.folder, 2, group)
+            assert "2 engines join; actor.generate then has 3 engines" in resizing.ask(run.folder, 2, group)
             wait_for(3)
             # The one that was there first leaves by a signal, as a scheduler sends it.
             os.kill(backend.processes.workers_of(group)[0][0].process.pid, signal.SIGTERM)
             wait_for(2)
-            assert "has 1 engines: 1 engine leave" in resizing.ask(run.folder, -1, group)
+            assert "1 engine leaves; actor.generate then has 1 engine" in resizing.ask(run.folder, -1, group)
             wait_for(1)
 
         asked(resize)
