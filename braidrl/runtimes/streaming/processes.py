@@ -221,7 +221,9 @@ class Processes:
         group, workers = engines[name], self.workers_of(name)
         count, least = len(workers) + more, 2 if self.config.streaming.weights == "rolling" else 1
         if count < least:
-            raise UserError(f"{name} has {number_of_engines(len(workers))}, and the run needs {least}; {-more} cannot leave")
+            raise UserError(
+                f"{name} has {number_of_engines(len(workers))}, and the run needs {least}; {-more} cannot leave"
+            )
         if more > 0:
             # The devices of an engine that still ends are in use.
             used = {member.number // group.ranks for member, _ in self.leaving if member.group.name == name} | set(

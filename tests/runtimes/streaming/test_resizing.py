@@ -70,7 +70,7 @@ def test_a_run_with_a_join_a_leave_and_a_preemption_equals_an_undisturbed_one(
                 time.sleep(0.02)
 
         def resize() -> None:
-            with pytest.raises(UserError, match=r"actor.generate has 1 engines.*needs 1"):
+            with pytest.raises(UserError, match=r"actor.generate has 1 engine, .*needs 1"):
                 resizing.ask(run.folder, -1, group)
             with pytest.raises(UserError, match=r"no group 'actor.generat'.*actor.generate"):
                 resizing.ask(run.folder, 1, "actor.generat")
