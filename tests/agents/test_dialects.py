@@ -42,7 +42,7 @@ class Cast(Script):
         return await super().submit(request)
 
 
-@pytest.mark.parametrize("client", ["openai", "anthropic"])
+@pytest.mark.parametrize("client", [pytest.param("openai", marks=pytest.mark.soak), "anthropic"])
 def test_the_official_client_accepts_a_transcript_of_thirty_requests(client: str) -> None:
     python = vllm_python() or Path(sys.executable)  # its environment has both clients
     tokenizer = make_chat_tokenizer("chatml")

@@ -80,6 +80,7 @@ def mcp_address() -> Iterator[str]:
         thread.join(30)
 
 
+@pytest.mark.soak
 def test_tools_of_a_command_are_called_and_their_errors_returned() -> None:
     pytest.importorskip("mcp", reason="mcp is not installed")
     calls = task.call("multiply", 7, 8) + task.call("divide", 7, 8) + '<tool_call>{"name": "add"}</tool_call>'
@@ -153,6 +154,7 @@ def answers(port: int) -> bool:
     return False
 
 
+@pytest.mark.soak
 def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv_address: str, tmp_path: Path) -> None:
     guess_number.prepare(tmp_path, seed=1)
     config = load_config(

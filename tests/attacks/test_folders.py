@@ -172,7 +172,7 @@ def test_what_changed_before_a_resume_is_named_and_may_be_accepted(workshop: Wor
     assert run_config(run).trainer.accept_changes == [], "it holds for one resume"
 
 
-PAUSES_S = (0.0, 0.1, 0.3)
+PAUSES_S = (0.0, pytest.param(0.1, marks=pytest.mark.soak), pytest.param(0.3, marks=pytest.mark.soak))
 
 
 @pytest.mark.parametrize("pause_s", PAUSES_S)

@@ -83,7 +83,7 @@ TRIES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+@pytest.mark.parametrize("mode", ["process", pytest.param("bubblewrap", marks=pytest.mark.soak)])
 def test_no_memory_is_taken_beyond_the_limit(mode: str) -> None:
     with nothing_left():
         found = dict(zip(TRIES, made([*TRIES.values()], mode, memory_gib=0.5, timeout_s=30), strict=True))

@@ -56,10 +56,11 @@ def test_ranks_gather_exchange_and_share() -> None:
         ),
         ("user", UserError, ["row (0, 7, 1) is too long; write a shorter one"]),
         ("die", WorkerError, ["rank 1 is gone without a word (killed by signal 9)"]),
-        (
+        pytest.param(
             "sleep",
             WorkerError,
             ["waited", "actor.update: index columns for rank 1, last seen in step 3, reward.verify"],
+            marks=pytest.mark.soak,
         ),
         ("astray", WorkerError, ["came to another meeting"]),
     ],

@@ -50,6 +50,7 @@ def test_ray_that_is_late_to_start_is_a_user_error(monkeypatch: pytest.MonkeyPat
         RayCluster(ClusterConfig(), "cpu")
 
 
+@pytest.mark.soak
 def test_each_pool_has_its_own_devices_and_returns_them(ray_cluster: None) -> None:
     import ray
 

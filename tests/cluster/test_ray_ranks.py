@@ -41,6 +41,7 @@ def test_a_rank_that_fails_ends_all_and_devices_are_free_again(tmp_path: Path, r
     wait_until(lambda: ray.available_resources().get("CPU") == free)
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_all_ranks(tmp_path: Path, ray_cluster: None) -> None:
     def interrupt() -> None:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2)

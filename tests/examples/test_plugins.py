@@ -155,7 +155,9 @@ def test_the_engine_keeps_the_contract(
     asyncio.run(check(subject))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("runtime", "engines"), [("eager", None), ("eager", 1), ("streaming", None)])
+@pytest.mark.parametrize(
+    ("runtime", "engines"), [("eager", None), pytest.param("eager", 1, marks=pytest.mark.soak), ("streaming", None)]
+)
 def test_a_run_on_the_engine_equals_a_run_on_the_embedded_engine(
     workshop: Workshop, runtime: str, engines: int | None
 ) -> None:
@@ -190,7 +192,9 @@ def test_the_backend_keeps_the_contract(
     check(subject)
 
 
-@pytest.mark.parametrize("rollout", [{}, {"engine": ENGINE}], ids=["embedded", "own engine"])
+@pytest.mark.parametrize(
+    "rollout", [pytest.param({}, marks=pytest.mark.soak), {"engine": ENGINE}], ids=["embedded", "own engine"]
+)
 def test_a_run_on_the_backend_equals_torch_with_sgd_and_resumes(workshop: Workshop, rollout: dict[str, Any]) -> None:
     trainer, common = (
         {"learning_rate": 0.1, "max_grad_norm": 0.5},

@@ -184,6 +184,7 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+@pytest.mark.soak
 def test_trained_ids_are_the_templates_prompt_and_the_sampled_tokens(
     workshop: Workshop, tokenizer: PreTrainedTokenizerBase
 ) -> None:

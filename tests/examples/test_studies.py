@@ -29,6 +29,7 @@ def test_no_copy_of_a_held_out_pair_is_trained_on(studies: ModuleType) -> None:
     assert apart | {tuple(sorted(pair.items())) for pair in trained} == {tuple(sorted(pair.items())) for pair in pairs}
 
 
+@pytest.mark.soak
 def test_a_reward_model_and_ppo_with_it_end_in_a_page(studies: ModuleType, tmp_path: Path) -> None:
     found = studies.reward_model(studies.Study(tmp_path / "runs", tmp_path / "pages", quick=True))
     assert 0 <= found["pair accuracy"] <= 1 and found["score after"] >= 0

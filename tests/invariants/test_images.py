@@ -136,6 +136,7 @@ def test_an_image_in_the_second_turn_is_seen_and_its_tokens_are_trained(seeing: 
     assert torch.equal(before[: turns[0]], after[: turns[0]]) and before[turns[0]] != after[turns[0]]
 
 
+@pytest.mark.soak
 def test_adapters_of_the_text_part_learn_from_rows_with_images(seeing: Workshop) -> None:
     sft = {"rollout": {"samples_per_prompt": 1}, "trainer": {"steps": 10, "learning_rate": 4e-2, "lora": {"rank": 8}}}
     losses = [line["loss/actor"] for line in read_metrics(seeing.run("lora", **settings(seeing, flow="sft", **sft)))]

@@ -65,6 +65,7 @@ def test_engine_and_trainer_hold_the_same_tensors(
     )
 
 
+@pytest.mark.soak
 def test_peak_memory_is_one_copy_of_weights_gradients_and_optimizer_state(
     tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

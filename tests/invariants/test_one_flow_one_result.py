@@ -70,6 +70,8 @@ FLOWS: dict[str, dict[str, Any]] = {
         "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3, "surplus": "keep", "max_staleness": 1},
     },
 }
+SOON = ("ppo", "episodes", "two actors", "dapo with refills")
+"""Flows that `make test` runs on a driver and in a stream, and all of two ranks; the others are soak tests."""
 PLACEMENTS = ("colocate", "standalone", "split")
 WORKERS = (1, 2, 4)
 # Every flow, every placement and every number of workers; under ranks the flow with more than it needs.
@@ -122,7 +124,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, P
     return steps
 
 
-@pytest.mark.parametrize(("flow", "placement", "workers"), FEW)
+@pytest.mark.parametrize(
+    ("flow", "placement", "workers"),
+    [pytest.param(*case, marks=() if case[0] in SOON else pytest.mark.soak) for case in FEW],
+)
 def test_hybrid_gives_the_result_of_eager(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
 ) -> None:
@@ -130,6 +135,7 @@ def test_hybrid_gives_the_result_of_eager(
     assert_same(ours, reference(flow))
 
 
+@pytest.mark.soak
 def test_hybrid_evaluates_and_replays_as_eager_does(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     settings = {
         "flow": "grpo",
@@ -168,7 +174,7 @@ def test_hybrid_gives_the_result_of_eager_in_every_placement(
     test_hybrid_gives_the_result_of_eager(workshop, reference, warm_cluster, flow, placement, workers)
 
 
-@pytest.mark.parametrize(("ranks", "flows"), WORLDS)
+@pytest.mark.parametrize(("ranks", "flows"), [WORLDS[0], pytest.param(*WORLDS[1], marks=pytest.mark.soak)])
 def test_ranks_give_the_result_of_eager(workshop: Workshop, reference: Reference, ranks: int, flows: list[str]) -> None:
     """Run all flows of a world on the same processes."""
     trees = [
@@ -180,7 +186,10 @@ def test_ranks_give_the_result_of_eager(workshop: Workshop, reference: Reference
         assert_same(trace(workshop.folder / f"flow-{number}"), reference(flow))
 
 
-@pytest.mark.parametrize(("flow", "streaming"), STREAMED)
+@pytest.mark.parametrize(
+    ("flow", "streaming"),
+    [pytest.param(*case, marks=() if case[0] in SOON else pytest.mark.soak) for case in STREAMED],
+)
 def test_streaming_without_staleness_gives_the_result_of_eager(
     workshop: Workshop, reference: Reference, flow: str, streaming: dict[str, Any]
 ) -> None:

@@ -59,7 +59,9 @@ def assert_goes_on_as(resumed: Path, whole: Path) -> None:
     assert recorded(resumed, STEPS).uids() == recorded(whole, STEPS).uids()
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "refills" else pytest.mark.soak) for kind in RUNS]
+)
 def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> None:
     config = evaluated.config_file("killed", **sections(evaluated, kind))
     killed = evaluated.folder / "killed"
@@ -89,6 +91,7 @@ def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> Non
     assert_goes_on_as(killed, whole)
 
 
+@pytest.mark.soak
 def test_killed_before_the_first_checkpoint_begins_anew(evaluated: Workshop) -> None:
     kind = sections(evaluated, "refills")
     config = evaluated.config_file("killed", **kind)
@@ -101,7 +104,7 @@ def test_killed_before_the_first_checkpoint_begins_anew(evaluated: Workshop) -> 
     assert_goes_on_as(evaluated.folder / "killed", evaluated.run("whole", **kind))
 
 
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("steps", [pytest.param(0, marks=pytest.mark.soak), 3])
 def test_ctrl_c_saves_exits_130_and_run_can_resume(evaluated: Workshop, steps: int) -> None:
     kind = sections(evaluated, "surplus")
     process = braid("train", evaluated.config_file("stopped", **kind))

@@ -50,6 +50,7 @@ def test_all_switches_together_train_generated_tokens_and_resume_exactly(worksho
     assert_goes_on_as(stopped, whole)
 
 
+@pytest.mark.soak
 def test_ranks_that_shard_a_float32_model_train_like_one_process(workshop: Workshop) -> None:
     """Train with sharded weights, which are not plain tensors: our kernels must leave them to torch."""
     trainer = {"prompts_per_step": 4, "steps": 2, **FAST}

@@ -292,6 +292,7 @@ def test_delayed_update_policy_gains_less_than_rolling() -> None:
     assert times == sorted(times) and times[0] < times[1] < times[2]
 
 
+@pytest.mark.soak
 def test_a_thousand_iterations_take_seconds() -> None:
     work = AnyWorkload(
         GRPO, Sizes(1000, 4, 2, 8, max_staleness=1), lambda stage, uid: 1.0, workers={"actor.generate": 4}

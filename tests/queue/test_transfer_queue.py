@@ -159,6 +159,7 @@ def test_an_event_loop_puts_and_takes_at_the_same_time() -> None:
         assert sorted(asyncio.run(both(queue))) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.soak
 def test_two_programs_that_are_no_braid_use_it(tmp_path: Path) -> None:
     address = str(tmp_path / "address")
     run = [sys.executable, *["-W", "error"]]

@@ -130,7 +130,7 @@ def test_remax_compares_with_one_greedy_response_per_prompt(folder: Path, tmp_pa
     assert torch.equal(rows["advantage"], rows["reward"] - rows["greedy.reward"])
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "dppo_tv"])
+@pytest.mark.parametrize("loss", [pytest.param("reinforce", marks=pytest.mark.soak), "dppo_tv"])
 def test_several_updates_of_a_loss_without_old_log_probs_are_not_taken_for_a_wrong_engine(
     folder: Path, tmp_path: Path, loss: str
 ) -> None:
@@ -150,6 +150,7 @@ def test_several_updates_of_a_loss_without_old_log_probs_are_not_taken_for_a_wro
     assert gaps(name="several", trainer__rows_per_update=4) == [None, None]
 
 
+@pytest.mark.soak
 def test_multiplier_adapts_to_cost_is_reported_and_resumes(folder: Path, tmp_path: Path) -> None:
     roles = placed(folder, {"roles": {**SCORED, "cost": {"model": "scorer"}}})["roles"]
     algorithm = {"cost_limit": -1.0, "multiplier": 0.5, "multiplier_learning_rate": 0.2}

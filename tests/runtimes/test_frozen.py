@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "dashboard agent": ({"runtime": "hybrid", "workers": 2}, "ray::DashboardA", False),
     "gcs": ({"runtime": "hybrid", "workers": 2}, "gcs_server", False),
 }
-SOON = ("streaming trainer", "verifier", "rank 1")
+SOON = ("streaming trainer", "rank 1")
 """Cases of `make test`; the others are soak tests."""
 
 

@@ -59,6 +59,7 @@ def test_generation_layout_equals_single_process(workshop: Workshop, wide: Path)
     assert {(span.role, span.iteration) for span in spans} == {("actor", 1), ("actor", 2)}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["interval", pytest.param("pipeline", marks=pytest.mark.soak)])
 def test_compiled_decoding_has_the_weights_of_each_version(workshop: Workshop, wide: Path, name: str) -> None:
     """Use float32, in which compiled kernels decode and place the projections of a layer side by side."""

@@ -56,6 +56,7 @@ def test_run_with_layouts_equals_single_process_and_shares_checkpoint(workshop: 
     assert_same(trace(resumed), alone)
 
 
+@pytest.mark.soak
 def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) -> None:
     """The inference copy always has the current weights: stale ones would show in values and log-probs of the second
     step.

@@ -69,6 +69,7 @@ def test_adapters_of_a_checkpoint_start_another_run(workshop: Workshop) -> None:
             workshop.config("no", **FLOW, trainer={**start, "lora": {**start["lora"], **changed}})
 
 
+@pytest.mark.soak
 def test_sharded_adapter_training_equals_single_process(workshop: Workshop) -> None:
     trainer = {**TRAINER, "steps": 2}
     alone = workshop.run("alone", **FLOW, trainer=trainer)

@@ -320,6 +320,7 @@ def beyond_the_flow_on_a_rank(world: World, task: dict[str, Any]) -> int:
     return rows
 
 
+@pytest.mark.soak
 def test_ranks_run_stages_that_the_flow_does_not_have(workshop: Workshop) -> None:
     # With one update the flow needs no old log-probs.
     sections = {"flow": "grpo", "dtype": "float64", "trainer": {"prompts_per_step": 4, "learning_rate": 3e-3}}

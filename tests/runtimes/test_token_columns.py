@@ -88,6 +88,7 @@ def test_workers_of_the_queue_train_on_the_same_column(workshop: Workshop, eager
     assert metrics_agree(eager, run) and same_columns(eager, run, 2)
 
 
+@pytest.mark.soak
 def test_workers_of_a_driver_train_on_the_same_column(
     workshop: Workshop, eager: Path, warm_cluster: WarmCluster
 ) -> None:
@@ -121,7 +122,9 @@ def test_recorded_rows_train_again_on_their_column(workshop: Workshop, eager: Pa
     assert torch.equal(recorded(again, 1)[COLUMN].values, recorded(eager, 1)[COLUMN].values)
 
 
-@pytest.mark.parametrize(("before", "after"), [("eager", "streaming"), ("streaming", "eager")])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param("eager", "streaming", marks=pytest.mark.soak), ("streaming", "eager")]
+)
 def test_suspended_rows_of_a_checkpoint_resume_under_another_runtime(
     workshop: Workshop, before: str, after: str
 ) -> None:

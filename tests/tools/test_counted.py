@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = """
 import torch
@@ -25,6 +27,7 @@ print(file.path.stat().st_size, sum(parameter.nbytes for parameter in engine.mod
 """
 
 
+@pytest.mark.soak
 def test_copies_of_a_weight_update_are_counted(tmp_path: Path) -> None:
     counts, path = tmp_path / "counts.jsonl", f"{ROOT / 'benchmarks' / 'streaming' / 'counted'}:{ROOT}"
     environment = os.environ | {"BRAID_COUNTED": str(counts), "PYTHONPATH": path}

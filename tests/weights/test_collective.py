@@ -296,6 +296,7 @@ ip netns exec $net-0 $PYTHON -m tests.weights.on_machines 0
 """
 
 
+@pytest.mark.soak
 def test_ranks_of_two_machines_send_their_parts() -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

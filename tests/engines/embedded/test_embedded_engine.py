@@ -31,7 +31,7 @@ def same(first: Response, second: Response) -> bool:
     return torch.equal(first.tokens, second.tokens) and torch.equal(first.log_probs, second.log_probs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("shrink", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_row_is_bitwise_equal_alone_and_among_64(name: str, shrink: bool, dtype: torch.dtype) -> None:

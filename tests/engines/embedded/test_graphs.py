@@ -81,7 +81,7 @@ def same(first: list[Response], second: list[Response]) -> bool:
     return all(torch.equal(a.tokens, b.tokens) and torch.equal(a.log_probs, b.log_probs) for a, b in pairs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_are_the_same_to_the_bit_with_recorded_steps(name: str, dtype: torch.dtype) -> None:
     requests = make_requests(8, 5, SamplingParams(temperature=0.8, max_tokens=40), apart=13)

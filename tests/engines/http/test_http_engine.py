@@ -97,7 +97,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer
     server.close()
 
 
-@pytest.fixture(scope="module", params=["sglang", "vllm"])
+@pytest.fixture(scope="module", params=["sglang", pytest.param("vllm", marks=pytest.mark.soak)])
 def asked(request: pytest.FixtureRequest) -> Iterator[Asked]:
     made = Asked(VLLM, request.getfixturevalue("vllm_server").url) if request.param == "vllm" else Asked(SGLANG)
     yield made

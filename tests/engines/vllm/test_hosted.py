@@ -75,6 +75,7 @@ def assert_equal_runs(ours: Path, theirs: Path, steps: int = 2, step: float = 1e
         torch.testing.assert_close(tensor, weights[name], atol=step / 2, rtol=0)
 
 
+@pytest.mark.soak
 def test_vllm_in_place_trains_the_embedded_engines_run(wide: Workshop) -> None:
     run_in_place(wide, {"halves": BY_TENSOR})
     assert_equal_runs(wide.folder / "halves", wide.run("alone", **GRPO))

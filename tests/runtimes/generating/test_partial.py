@@ -60,6 +60,7 @@ def responses(run: Path, steps: int) -> dict[tuple[int, int, int], list[int]]:
     return found
 
 
+@pytest.mark.soak
 def test_rows_have_tokens_of_several_versions_and_none_is_too_old(eager: Path) -> None:
     spans = []
     for step in range(1, STEPS + 1):
@@ -160,6 +161,7 @@ def check_each_row(run: Path, steps: int) -> int:
     return most
 
 
+@pytest.mark.soak
 def test_rows_suspended_by_streaming_resume_under_another_runtime(workshop: Workshop) -> None:
     """The property holds even if an engine dies with rows that others have started."""
     sections = merged(SECTIONS, {"trainer": {"steps": 2}, "rollout": {"tokens_per_iteration": 4}})

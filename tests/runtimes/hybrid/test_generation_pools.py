@@ -50,7 +50,12 @@ def trained(workshop: Workshop, name: str, sections: dict[str, Any], **more: Any
             {"roles": {"actor": {"layout": {"shard": "full"}}}},
         ),
         (GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {"rollout": {"tensor": 2}}),
-        (GRPO, pools(("actor.generate", 1), ("actor reference", 2)), {"rollout": {"engines": 1}}),
+        pytest.param(
+            GRPO,
+            pools(("actor.generate", 1), ("actor reference", 2)),
+            {"rollout": {"engines": 1}},
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["two engines", "sharded trainer", "engine of two ranks", "engine process"],
 )

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.memory.residency import GIB
 from braidrl.runtimes.run import TrainingRun
@@ -48,6 +50,7 @@ def test_pool_reshards_weights_for_inference_and_frees_them(workshop: Workshop, 
     assert_same(trace(run.folder), trace(workshop.run("alone", **sections)))
 
 
+@pytest.mark.soak
 def test_roles_of_one_pool_may_have_different_layouts(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with TrainingRun(hybrid(workshop, "mixed", FLOW, "colocate", roles=REPLICA)) as run:
         run.train()

@@ -18,6 +18,7 @@ MODEL_BYTES = 8 * 17_000
 """About the size of the tiny Qwen3's weights in float64."""
 
 
+@pytest.mark.soak
 def test_roles_of_a_pool_leave_for_each_other(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     sections = {**PPO, "data": {"max_prompt_tokens": 12}}
 

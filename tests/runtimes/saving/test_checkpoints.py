@@ -151,6 +151,7 @@ def test_kill_during_checkpoint_write_resumes_from_previous(workshop: Workshop) 
     assert all(torch.equal(t, weights_of(whole)[name]) for name, t in weights_of(killed).items())
 
 
+@pytest.mark.soak
 def test_ranks_write_their_parts_beside_the_next_steps_too(workshop: Workshop) -> None:
     trainer = {"layout": {"shard": "full"}, "checkpoint_every": 1}
     more = {"runtime": "distributed", "workers": 2}

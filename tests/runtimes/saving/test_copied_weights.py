@@ -42,6 +42,7 @@ def test_ema_role_moves_by_decay_and_resumes(workshop: Workshop) -> None:
     assert_same(trace(first), steps)
 
 
+@pytest.mark.soak
 def test_in_a_stream_the_weights_travel_to_the_role_that_follows(workshop: Workshop) -> None:
     streamed = workshop.run("streamed", runtime="streaming", streaming={"workers": {"reference": 2}}, **FOLLOWING)
     assert_same(trace(streamed), trace(workshop.run("eager", **FOLLOWING)))

@@ -90,6 +90,7 @@ def test_interrupted_distributed_run_resumes_exactly_under_either_runtime(shop: 
     assert (run / "report.html").exists()
 
 
+@pytest.mark.soak
 def test_a_checkpoint_of_eager_resumes_on_ranks(shop: Workshop, uninterrupted: Path) -> None:
     kept = sorted(path.parent.name for path in uninterrupted.glob("checkpoints/step-*/surplus-*.rows"))
     step = int(kept[0].removeprefix("step-"))

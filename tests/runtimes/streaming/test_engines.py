@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
     "shard": {"data": 2, "shard": "full"},
 }
-PAIRS = [("embedded", "tensor"), ("embedded", "shard"), ("http", "data")]
+PAIRS = [("embedded", "tensor"), ("http", "data")]
 ALL = [(engine, layout) for engine in ("embedded", "vllm", "http") for layout in LAYOUTS]
 
 

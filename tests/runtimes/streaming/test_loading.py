@@ -134,6 +134,7 @@ def test_interrupted_rows_keep_log_probs_of_each_tokens_version(
     assert largest_gap(workshop, run) < 1e-5
 
 
+@pytest.mark.soak
 def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> None:
     (workshop.folder / "slow.py").write_text(SLOW_UNTIL_LOADED)
     slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "slots": 3, "max_response_tokens": 20}
@@ -153,6 +154,7 @@ def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> Non
     assert largest_gap(workshop, run) < 1e-5
 
 
+@pytest.mark.soak
 def test_weight_bytes_are_those_that_engines_received_from_the_trainer(workshop: Workshop) -> None:
     trainer = {"steps": 3, "keep_checkpoints": 3}
     run, _ = streamed(workshop, "collective", "end", rollout={"weights": "collective"}, trainer=trainer)
@@ -208,7 +210,7 @@ def test_no_token_is_older_than_allowed(workshop: Workshop, weights: str, stalen
     assert largest_gap(workshop, run) < 1e-5
 
 
-@pytest.mark.parametrize("weights", ["rolling", "interrupt"])
+@pytest.mark.parametrize("weights", ["rolling", pytest.param("interrupt", marks=pytest.mark.soak)])
 def test_without_staleness_every_way_gives_what_eager_gives(workshop: Workshop, weights: str) -> None:
     few = merged(EVERY_STEP, {"trainer": {"steps": 3, "rows_per_update": 8}})
     ours = workshop.run(

@@ -187,6 +187,7 @@ def test_half_of_a_batch_is_trained_on_before_its_generation_ends(workshop: Work
     assert sum(span.rows for span in training) == ROWS
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("layout", [{"data": 2}, pytest.param({"data": 2, "shard": "full"}, marks=pytest.mark.soak)])
 def test_weights_are_copied_during_next_batch_before_its_step(workshop: Workshop, layout: dict[str, Any]) -> None:
     """The copy of the first version would never end if training waited for it, and fails if a step changes what it

@@ -153,13 +153,13 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
     ("flow", "streaming"),
     [
         ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3, "sampler": "token_balanced"}),
-        ("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}),
+        pytest.param("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}, marks=pytest.mark.soak),
         pytest.param(
             "prompt-mean",
             {"workers": {"actor": 2}, "sampler": {"actor.update": "whole_groups"}},
             marks=pytest.mark.soak,
         ),
-        ("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}),
+        pytest.param("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}, marks=pytest.mark.soak),
         ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
     ],
 )
@@ -195,6 +195,7 @@ def test_main_program_carries_no_payload_and_refuses_to(workshop: Workshop) -> N
     assert recorded(run.folder, 2)["tokens"].values.numel() > 0
 
 
+@pytest.mark.soak
 def test_payload_on_a_disk_gives_the_same_result(
     workshop: Workshop, eager: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -208,6 +209,7 @@ def test_payload_in_redis_gives_the_same_result(
     assert_same(eager("grpo", 3), stream(workshop, "streaming-redis", "grpo", {"storage": redis_server}, steps=3))
 
 
+@pytest.mark.soak
 def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
     texts = write_jsonl(workshop.folder / "texts.jsonl", [{"prompt": f"{i}+{i}={2 * i}"} for i in range(5)])
     sections = {
@@ -226,7 +228,7 @@ def test_dynamic_sampling_has_refilled_in_these_runs(eager: Callable[..., Path])
     assert dropped
 
 
-@pytest.mark.parametrize(("weights", "share"), [("end", 0.5), ("delayed", 0.0)])
+@pytest.mark.parametrize(("weights", "share"), [("end", 0.5), pytest.param("delayed", 0.0, marks=pytest.mark.soak)])
 def test_staleness_one_is_kept_and_rows_train_once(workshop: Workshop, weights: str, share: float) -> None:
     streaming = {"weights": weights, "workers": {"actor.generate": 2}, "on_policy_share": share}
     run = stream(workshop, f"stale-{weights}", "dapo", streaming, trainer={"max_staleness": 1, "rows_per_update": 8})
@@ -295,6 +297,7 @@ def is_saved(run: TrainingRun, lease: Lease) -> bool:
     return latest_checkpoint(run.folder) == run.folder / "checkpoints" / f"step-{step}"
 
 
+@pytest.mark.soak
 def test_killed_workers_and_trainer_lose_no_row_or_step(workshop: Workshop, eager: Callable[..., Path]) -> None:
     """The trainer dies while the last checkpoint is of the last published version: then rows in the queue are kept."""
     killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "reference", "actor")}
@@ -385,6 +388,7 @@ def test_empty_epoch_raises_same_error_as_eager(workshop: Workshop) -> None:
         run.train()
 
 
+@pytest.mark.soak
 def test_run_resumes_in_one_process(workshop: Workshop, eager: Callable[..., Path]) -> None:
     first = stream(workshop, "resumed", "ppo", steps=2)
     config = run_config(first)
@@ -461,7 +465,9 @@ def wait_until_gone(pids: list[int], limit_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGKILL, -9)]
+)
 def test_interrupted_or_killed_run_leaves_nothing_behind(workshop: Workshop, sent: signal.Signals, status: int) -> None:
     name = f"ended-by-{sent.name}"
     path = workshop.config_file(name, runtime="streaming", **sections_of("grpo", 1000))

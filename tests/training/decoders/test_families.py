@@ -82,6 +82,7 @@ def laid_out(sections: dict[str, Any], layout: str) -> dict[str, Any]:
     return merged(sections, {"runtime": "distributed", "workers": 2, "trainer": {"layout": LAYOUTS[layout]}})
 
 
+@pytest.mark.soak
 def test_families_train_on_two_ranks_as_in_one_process(tmp_path: Path) -> None:
     sections = merged(FLOWS["grpo"], {"trainer": {"steps": 1}})
     shops = {name: shop_of(tmp_path / name, name) for name in ON_RANKS}
