@@ -70,7 +70,7 @@ WIRES = {
     "safetensors": {
         "weights/checkpoint_files.py",
         "training/roles/checkpoint.py",
-        "training/roles/worker.py",
+        "training/lora.py",
         "runtimes/saving/checkpoints.py",
     },
 }

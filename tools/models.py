@@ -13,6 +13,9 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,10 @@ from braidrl.errors import first_line
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
 from braidrl.runtimes.saving.checkpoints import export_model
-from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, all_findings
+from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, all_findings, layout_findings
 from braidrl.training.decoders.image_proof import seeing_finding
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, best_plan, quietly
+from braidrl.training.decoders.routing import experts_in
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
 from braidrl.training.loading import written_by
 from braidrl.weights.model_files import auto_class
@@ -157,6 +161,27 @@ trains as text. See [models that see](vision.md).
 | type | sees | what was found |
 |---|---|---|
 """
+EXPERTS = """
+## Types with experts
+
+The causal types of transformers {version} whose layers have experts, on two ranks that share them
+(`trainer.layout.expert=2`, `make models ONLY=--experts`): {right} of {total} compute log-probs and the gradient norm of
+one process, to {bound:.0e}. See [mixtures](moe.md). `braid check --layouts` runs the same for your own `config.json`.
+
+| type | expert 2 | what was found |
+|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A table of the page: its types, the function that makes a type's line, and the text before the lines."""
+
+    types: Callable[[], Iterable[str]]
+    line: Callable[[str], tuple[bool, str]]
+    head: str
+    at_once: bool = True
+    """Whether processes measure several types at once; not where each starts ranks of its own."""
 
 
 def main() -> None:
@@ -164,29 +189,72 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
     parser.add_argument("--seeing", action="store_true", help="measure image-text types with images instead")
+    parser.add_argument("--experts", action="store_true", help="measure types with experts on two ranks instead")
     given = parser.parse_args()
-    every = sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if given.seeing else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    types, measure = given.types or every, sight_of if given.seeing else row_of
-    start, lines = time.perf_counter(), {}
-    with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=12) as pool:
-        waiting = {name: pool.apply_async(measure, (name,)) for name in types}
-        for name, result in waiting.items():
-            try:
-                lines[name] = result.get(LIMIT_S)
-            except multiprocessing.TimeoutError:
-                empty = "" if given.seeing else " |"
-                lines[name] = (False, f"| {name} | no |{empty} takes longer than {LIMIT_S} s |")
-            print(lines[name][1], flush=True)
+    name = "seeing" if given.seeing else "experts" if given.experts else "trained"
+    part = PARTS[name]
+    every = sorted(part.types())
+    types, start, lines = given.types or every, time.perf_counter(), {}
+    for type_name, line in measured(types, part):
+        lines[type_name] = line
+        print(line[1], flush=True)
     right = sum(good for good, _ in lines.values())
     minutes = (time.perf_counter() - start) / 60
-    print(f"{right} of {len(lines)} train right, {minutes:.1f} minutes")
+    print(f"{right} of {len(lines)} hold, {minutes:.1f} minutes")
     if len(types) == len(every):
-        head = (SEEING if given.seeing else PREAMBLE).format(
-            version=transformers.__version__, right=right, total=len(lines), bound=2e-4
-        )
-        table = head + "\n".join(line for _, line in lines.values()) + "\n"
-        trained, mark, seen = PAGE.read_text().partition("\n## Types that see\n")
-        PAGE.write_text(trained + table if given.seeing else table + mark + seen)
+        head = part.head.format(version=transformers.__version__, right=right, total=len(lines), bound=2e-4)
+        write_part(name, head + "\n".join(line for _, line in lines.values()) + "\n")
+
+
+def measured(types: list[str], part: Part) -> Iterator[tuple[str, tuple[bool, str]]]:
+    """Yield each type with whether it holds, and its line."""
+    if not part.at_once:
+        yield from ((name, part.line(name)) for name in types)
+        return
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=12) as pool:
+        waiting = {name: pool.apply_async(part.line, (name,)) for name in types}
+        for name, result in waiting.items():
+            try:
+                yield name, result.get(LIMIT_S)
+            except multiprocessing.TimeoutError:
+                empty = " |" if part.line is row_of else ""
+                yield name, (False, f"| {name} | no |{empty} takes longer than {LIMIT_S} s |")
+
+
+def write_part(name: str, text: str) -> None:
+    """Replace one table of the page, whose parts are in the order of PARTS."""
+    parts, rest = dict.fromkeys(PARTS, ""), PAGE.read_text()
+    for other in reversed(PARTS):
+        title = PARTS[other].head.splitlines()[1] if other != "trained" else ""
+        before, mark, after = rest.partition(f"\n{title}\n") if title else ("", "", rest)
+        if not title or mark:
+            parts[other], rest = mark + after, before
+    PAGE.write_text("".join((parts | {name: text}).values()))
+
+
+def expert_types() -> Iterator[str]:
+    """Yield the causal types whose layers have experts."""
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with suppress(*FAILURES), quietly():
+            if experts_in(configuration(name)):
+                yield name
+
+
+def experts_of(name: str) -> tuple[bool, str]:
+    """Return whether two ranks share a type's experts right, and its line of the page."""
+    torch.set_num_threads(1)
+    try:
+        with quietly():
+            twin = Twin(configuration(name))
+            plan, _ = best_plan(twin)
+            (finding,) = layout_findings(twin, plan, ["expert 2"])
+    except Refusal as refusal:
+        return False, f"| {name} | no | {cell(str(refusal))} |"
+    except FAILURES as error:
+        return False, f"| {name} | no | {cell(first_line(error))} |"
+    if finding.holds:
+        return True, f"| {name} | yes | differs by {finding.value:.0e} |"
+    return False, f"| {name} | no | {cell(finding.note or f'differs by {finding.value:.1g}')} |"
 
 
 def row_of(name: str) -> tuple[bool, str]:
@@ -275,6 +343,14 @@ def configuration(name: str) -> Any:
 
 def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())[:200]
+
+
+PARTS = {
+    "trained": Part(lambda: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, row_of, PREAMBLE),
+    "experts": Part(expert_types, experts_of, EXPERTS, at_once=False),
+    "seeing": Part(lambda: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, sight_of, SEEING),
+}
+"""The tables of the page in their order."""
 
 
 if __name__ == "__main__":

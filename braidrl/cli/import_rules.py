@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from braidrl.config import LoraConfig
 from braidrl.errors import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -550,6 +551,10 @@ def lora(one: Imported, value: Any, to: str) -> Any:
         return None
     alpha, targets = one.get(f"{MODEL}.lora_alpha", "lora_alpha"), one.get(f"{MODEL}.target_modules", "target_modules")
     targets = targets or one.get("lora_target_modules")
+    if stacks := one.get("lora_target_parameters"):
+        # Experts, by the last two parts of their names.
+        linear = targets if isinstance(targets, list) else LoraConfig().linear_targets
+        targets = [*linear, *(".".join(str(stack).split(".")[-2:]) for stack in stacks)]
     settings: dict[str, Any] = {"rank": int(rank), "alpha": float(alpha or (32 if one.get("use_peft") else 16))}
     if one.get("load_in_4bit"):
         settings["base_dtype"] = "nf4"

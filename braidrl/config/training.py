@@ -23,7 +23,6 @@ UNREAD = {
     "layers_to_transform": None,
     "layers_pattern": None,
     "exclude_modules": None,
-    "target_parameters": None,
     "lora_bias": False,
 }
 """Settings of peft's adapters that Braid's lack, with the only values that it reads."""
@@ -39,6 +38,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     try:
         known = dict(parse_json(read_bytes(path, JSON_BYTES)))
         found = {"rank": int(known["r"]), "alpha": float(known["lora_alpha"]), "targets": known["target_modules"]}
+        stacks = [str(target) for target in known.get("target_parameters") or ()]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} has no readable r, lora_alpha and target_modules ({error})") from error
     for name, value in UNREAD.items():
@@ -46,7 +46,10 @@ def read_adapter(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {name}={known[name]!r} is not supported; merge the adapter into the model")
     if not isinstance(found["targets"], list):
         raise ValueError(f"{path}: target_modules is a pattern; write the list of layers there, as in [q_proj, v_proj]")
-    return {**found, "targets": tuple(sorted({str(target).rpartition(".")[2] for target in found["targets"]}))}
+    targets = {str(target).rpartition(".")[2] for target in found["targets"]}
+    # Experts by the last two parts of their name.
+    targets |= {".".join(target.split(".")[-2:]) for target in stacks}
+    return {**found, "targets": tuple(sorted(targets))}
 
 
 class BalanceConfig(Section):
@@ -85,11 +88,21 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0, le=1e6)
     """Scale: an adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Linear layers with an adapter, by the last part of their name; by default all in the decoder's layers."""
+    """Linear layers with an adapter, by the last part of their name, by default all in the decoder's layers; and
+    stacked matrices of experts, by the last two, as `experts.gate_up_proj` and `experts.down_proj`.
+    """
     base_dtype: Literal["nf4"] | None = None
     """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), also for engines in the same process; by
     default as the model.
     """
+
+    @property
+    def linear_targets(self) -> tuple[str, ...]:
+        return tuple(target for target in self.targets if "." not in target)
+
+    @property
+    def expert_targets(self) -> tuple[str, ...]:
+        return tuple(target for target in self.targets if "." in target)
 
     @model_validator(mode="before")
     @classmethod

@@ -171,8 +171,11 @@ def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig 
     weights are sent.
     """
     lora = worker.lora if isinstance(worker, RoleWorker) else None
-    # Under 4-bit weights the engine needs the values that training computes with.
-    return lora if lora is not None and lora.base_dtype is None and config.rollout.engine == "vllm" else None
+    if lora is None or config.rollout.engine != "vllm":
+        return None
+    # Under 4-bit weights the engine needs the values that training computes with. vLLM's kernels for CPUs apply no
+    # adapters of experts.
+    return None if lora.base_dtype is not None or lora.expert_targets else lora
 
 
 def exchange_publisher(

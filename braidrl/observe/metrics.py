@@ -172,8 +172,9 @@ class Sums:
             old_total, old_count = self._pairs.get(name, (0.0, 0.0))
             self._pairs[name] = (old_total + float(total), old_count + float(count))
 
-    def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
-        """Add per-token numbers, tensors (A,) by name, under a role's name.
+    def add_per_token(self, role: str, metrics: Mapping[str, Tensor], counted: bool = True) -> None:
+        """Add per-token numbers, tensors (A,) by name, under a role's name; without `counted` they are parts of numbers
+        whose tokens another process counts.
 
         A name that ends in `_max` is reduced by its maximum.
         """
@@ -181,7 +182,7 @@ class Sums:
         # One transfer for all: each separate read makes the host wait for the device.
         numbers = torch.stack(reduced).tolist() if reduced else []
         for (name, values), number in zip(metrics.items(), numbers, strict=True):
-            self.add(f"{role}/{name}", number, len(values))
+            self.add(f"{role}/{name}", number, len(values) if counted else 0)
 
     def merge(self, *others: "Sums") -> "Sums":
         """Add the sums of other micro-batches or workers, in the given order, and return this object."""

@@ -7,7 +7,7 @@ Layouts are proven by real ranks: two must compute the log-probs and gradient no
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders import proof
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
+from braidrl.training.decoders.routing import experts_in
 from braidrl.training.loading import read_buffers, read_model_config, skeleton
-from braidrl.training.lora import add_adapters, merged, plain_names
+from braidrl.training.lora import add_adapters, merged, plain_names, stacks_of
 from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.objective import Objective
 from braidrl.training.parallel.layouts import DataParallel
@@ -107,15 +108,16 @@ def tensor_ranks(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 
 def adapters(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare a model with adapters on its linear layers to one with merged weights; every adapter must get a
-    gradient.
+    """Compare a model with adapters on its linear layers and experts to one with merged weights; every adapter must
+    get a gradient.
     """
     model = twin.model(plan)
     linear = {n.rpartition(".")[2] for n, m in body_of(model).layers.named_modules() if isinstance(m, nn.Linear)}
-    if not linear:
+    stacks = list(stacks_of(body_of(model).layers))
+    if not linear and not stacks:
         raise ValueError("its layers have no linear modules")
     usual = [name for name in LoraConfig().targets if name in linear]
-    add_adapters(model, LoraConfig(rank=4, targets=usual or sorted(linear)))
+    add_adapters(model, LoraConfig(rank=4, targets=[*(usual or sorted(linear)), *stacks]))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -269,12 +271,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context 2": {"context": 2},
     "tensor 2": {"tensor": 2},
     "pipeline 2": {"pipeline": 2},
+    "expert 2": {"expert": 2},
 }
+"""The layouts of two ranks by name; `expert` is for mixtures."""
 LIMIT_S = 60.0
 
 
-def layout_findings(twin: proof.Twin, plan: ForwardPlan) -> list[proof.Finding]:
-    """Run two ranks on this machine for each layout, and compare them with one process."""
+def layout_findings(twin: proof.Twin, plan: ForwardPlan, names: Collection[str] = ()) -> list[proof.Finding]:
+    """Run two ranks on this machine for each layout, or those of these names, and compare them with one process."""
+    is_mixture = bool(experts_in(twin.config))
+    tried = {name: LAYOUTS[name] for name in names or LAYOUTS if is_mixture or "expert" not in LAYOUTS[name]}
 
     def difference(layout: dict[str, Any]) -> tuple[float, float]:
         if plan.by_rows and layout != {"data": 2}:
@@ -288,7 +294,7 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan) -> list[proof.Finding]:
         save(twin.model(plan), folder)
         task = {"folder": folder, "layout": {}, "rows": [row.tolist() for row in twin.rows]}
         alone = figures(None, task)
-        return [proof.Finding.of(f"{name} equals one process", difference, layout) for name, layout in LAYOUTS.items()]
+        return [proof.Finding.of(f"{name} equals one process", difference, layout) for name, layout in tried.items()]
 
 
 @proof.quietly()

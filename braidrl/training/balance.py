@@ -18,7 +18,8 @@ from torch import Tensor
 
 from braidrl.config.training import BalanceConfig
 from braidrl.errors import UserError
-from braidrl.training.decoders.routing import Routing, experts_of, routers_of, use_routing
+from braidrl.observe.metrics import Sums
+from braidrl.training.decoders.routing import LAYER, Routing, experts_of, layer_of, routers_of, use_routing
 from braidrl.training.objective import ROUTER_LOSS
 from braidrl.training.parallel.layouts import DataParallel
 
@@ -31,8 +32,12 @@ BIAS = "e_score_correction_bias"
 
 
 def router_predictions(routing: Routing, places: Tensor) -> dict[str, Tensor]:
-    """Return logits, scores and routes of the tokens at these places (A,) of a watched forward pass."""
-    logits = torch.stack([routing.logits[layer] for layer in sorted(routing.logits)], 1)[places]
+    """Return logits, scores and routes of the tokens at these places (A,) of a watched forward pass; nothing where this
+    rank has no routers.
+    """
+    if not routing.logits:
+        return {}
+    logits = routing.of_all_tokens(routing.logits)[places]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.softmax(-1)
     if routing.is_sigmoid:
@@ -40,7 +45,7 @@ def router_predictions(routing: Routing, places: Tensor) -> dict[str, Tensor]:
         scores = scores / scores.sum(-1, keepdim=True)
     found = {LOGITS: logits, SCORES: scores, ROUTES: routing.recorded()[places]}
     if routing.changed:
-        found[CHANGED] = torch.stack([routing.changed[layer] for layer in sorted(routing.changed)], 1)[places].detach()
+        found[CHANGED] = routing.of_all_tokens(routing.changed)[places].detach()
     return found
 
 
@@ -73,7 +78,7 @@ class RouterBalance:
 
     def __init__(self, model: Any, config: BalanceConfig, ranks: DataParallel) -> None:
         """Prepare the model's routers in place. Raises UserError for a model that the settings do not fit."""
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.model = config, ranks, model
         layers, experts = use_routing(model), experts_of(model)
         names = {id(module): name for name, module in model.named_modules()}
         routers = routers_of(model)
@@ -85,28 +90,36 @@ class RouterBalance:
             if parameter.dim() <= 2 and len(parameter) == experts and "experts" not in name.split(".")
         }
         """Names of the parameters that stay as they are."""
-        self.biases = {
-            f"{names[id(router)]}.{name}": (router, name)
-            for router in routers
-            if config.bias
-            for name, _ in router.named_buffers()
-            if name.endswith(BIAS)
-        }
-        if config.bias and len(self.biases) != layers:
+        if config.bias and len(self.biases()) != layers:
             raise UserError(
                 f"trainer.balance.bias: {type(model).__name__} has no selection bias; write trainer.balance.auxiliary"
             )
         self.counts = torch.zeros(layers, experts, dtype=torch.float64)
-        """How often this process's tokens chose each expert since the last optimizer step, (L, E)."""
+        """How often this process's tokens chose each expert since the last optimizer step, by layer of the whole
+        model.
+        """
+
+    def biases(self) -> list[tuple[str, int, Tensor]]:
+        """Return the selection biases of this rank's routers: name in the model, layer, and values (E,)."""
+        return [
+            (f"{name}.{leaf}", layer_of(module), bias)
+            for name, module in self.model.named_modules()
+            if self.config.bias and hasattr(module, LAYER)
+            for leaf, bias in module.named_buffers()
+            if leaf.endswith(BIAS)
+        ]
 
     def observe(self, predicted: Mapping[str, Tensor], offsets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Count a micro-batch's choices; return its predictions with the routers' losses in place of their outputs, and
-        metrics per token (A,).
+        metrics per token (A,). A pipeline rank has those of its layers.
         """
         found = dict(predicted)
+        if LOGITS not in found:
+            return found, {}
         logits, scores, routes = found.pop(LOGITS), found.pop(SCORES), found.pop(ROUTES)
-        if self.ranks.is_reporting_rank:
-            self.counts += choices(routes, scores.shape[-1]).sum(0).to(self.counts)
+        layers = [layer_of(router) for router in routers_of(self.model)]
+        if self.ranks.is_first_of_stage:
+            self.counts[layers] += choices(routes, scores.shape[-1]).sum(0).to(self.counts)
         losses = {}
         if self.config.auxiliary:
             losses["router_auxiliary"] = auxiliary_loss(scores, routes, offsets)
@@ -115,10 +128,21 @@ class RouterBalance:
             losses["router_z"] = z_loss(logits)
             found[ROUTER_LOSS] = found.get(ROUTER_LOSS, 0) + self.config.z * losses["router_z"]
         entropies = torch.special.entr(scores.detach()).sum(-1).unbind(1)
-        metrics = {f"router_entropy/{layer}": entropy for layer, entropy in enumerate(entropies)}
+        metrics = {f"router_entropy/{layer}": entropy for layer, entropy in zip(layers, entropies, strict=True)}
         if (changed := found.pop(CHANGED, None)) is not None:
-            metrics |= {f"routes_changed/{layer}": share for layer, share in enumerate(changed.unbind(1))}
+            shares = zip(layers, changed.unbind(1), strict=True)
+            metrics |= {f"routes_changed/{layer}": share for layer, share in shares}
         return found, metrics | {name: loss.detach() for name, loss in losses.items()}
+
+    def report(self, sums: Sums, role: str, metrics: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch's metrics, on one rank of each pipeline stage. Losses are sums over all layers, whose
+        tokens the last stage counts.
+        """
+        of_layers = {name: values for name, values in metrics.items() if "/" in name}
+        if self.ranks.is_first_of_stage:
+            sums.add_per_token(role, of_layers)
+            losses = {name: values for name, values in metrics.items() if name not in of_layers}
+            sums.add_per_token(role, losses, counted=self.ranks.is_reporting_rank)
 
     @torch.no_grad()
     def step(self, is_updated: bool) -> dict[str, float]:
@@ -131,14 +155,13 @@ class RouterBalance:
         counts, self.counts = self.counts, torch.zeros_like(self.counts)
         if not is_updated or not counts.sum():
             return {}
-        for (router, name), of_layer in zip(self.biases.values(), counts, strict=False):
-            bias = router.get_buffer(name)
-            bias += self.config.bias * (of_layer.mean() - of_layer).sign().to(bias)
+        for _, layer, bias in self.biases():
+            bias += self.config.bias * (counts[layer].mean() - counts[layer]).sign().to(bias)
         loads = (counts.amax(-1) / counts.mean(-1)).tolist()
         return {f"busiest_expert/{layer}": load for layer, load in enumerate(loads)}
 
     @torch.no_grad()
     def load(self, files: Mapping[str, Tensor]) -> None:
         """Restore the selection biases of a checkpoint."""
-        for title, (router, name) in self.biases.items():
-            router.get_buffer(name).copy_(files[title])
+        for name, _, bias in self.biases():
+            bias.copy_(files[name])

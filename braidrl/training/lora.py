@@ -3,6 +3,12 @@
 training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B trained
 elsewhere    W + α/r · B A                        exports, engines, and copies of this role's weights
 
+The stacked matrices of a mixture's experts have factors for each expert, which ranks shard as the experts:
+
+experts.gate_up_proj           (E, out, in)       W
+experts.lora_A.gate_up_proj    (E, r, in)         A     in peft's files (E·r, in)
+experts.lora_B.gate_up_proj    (E, out, r)        B     in peft's files (out, r·E)
+
 The frozen weights may be kept in 4 bits (QLoRA) by bitsandbytes, so that only one layer's weight exists in full at a
 time. Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
 
@@ -12,21 +18,26 @@ W (out, in) ─64 at a time─▶ NormalFloat codes, two per byte, and a scale p
 
 import json
 import logging
+import math
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError, first_line, suggest
+from braidrl.training.compute.experts import DOWN, SCALING, UP
 from braidrl.training.decoders.body import decoder_of
 from braidrl.weights.boxes import Box
-from braidrl.weights.checkpoint_files import HEAD
-from braidrl.weights.shards import box_of, full_tensor, local_shard
+from braidrl.weights.checkpoint_files import HEAD, shapes_in
+from braidrl.weights.shards import WeightPart, box_of, full_tensor, local_shard, weight_parts
 
 T = TypeVar("T")
 ADAPTER = "adapter"
@@ -34,6 +45,8 @@ ADAPTER = "adapter"
 NAME = "default"
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
+STACK = re.compile(rf"(?P<module>.+)\.(?P<factor>{DOWN}|{UP})\.(?P<stack>\w+)")
+"""Names of factors of stacked matrices."""
 BLOCK = 64
 """Weights in 4 bits that share a scale."""
 KIND = "nf4"
@@ -61,11 +74,12 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
     peft = import_optional("peft", "lora", "lora")
     decoder = decoder_of(model)
     linear = {name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
+    stacks = stacks_of(decoder)
     for target in lora.targets:
-        if target not in linear:
+        if target not in linear | stacks.keys():
             raise UserError(
                 f"lora.targets: {type(model).__name__} has no linear layer {target!r} in its layers. "
-                f"{suggest(target, linear)}"
+                f"{suggest(target, linear | stacks.keys())}"
             )
     # Hide the model type: otherwise peft also adapts fused experts, which are not linear layers and would not be
     # merged.
@@ -74,7 +88,13 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            peft.inject_adapter_in_model(peft_config(lora), decoder, NAME)
+            if lora.linear_targets:
+                peft.inject_adapter_in_model(peft_config(lora, of_experts=False), decoder, NAME)
+            # In the modules' order, in which peft nests their adapters.
+            for module, name in (
+                place for target, places in stacks.items() if target in lora.targets for place in places
+            ):
+                add_to_stack(module, name, lora)
     finally:
         decoder.config.model_type = known
     for name, parameter in model.named_parameters():
@@ -83,12 +103,43 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
         parameter.requires_grad_(is_adapter(name))
 
 
-def start_from(model: nn.Module, saved: Mapping[str, Tensor], path: Path) -> None:
-    """Copy adapters that were read from a file in peft's format into those of a model.
+def stacks_of(model: nn.Module) -> dict[str, list[tuple[Any, str]]]:
+    """Return the stacked matrices (E, out, in) of a model's experts by their target name, such as
+    `experts.gate_up_proj`: their modules and their names there.
+    """
+    found: dict[str, list[tuple[Any, str]]] = {}
+    for title, module in model.named_modules():
+        # Experts that transformers computes one by one cannot have adapters here.
+        for name, parameter in module.named_parameters(recurse=False) if hasattr(module, "has_gate") else ():
+            if parameter.dim() == 3:
+                found.setdefault(f"{title.rpartition('.')[2]}.{name}", []).append((module, name))
+    return found
 
-    Raises UserError if they are of another model.
+
+def add_to_stack(module: Any, name: str, lora: LoraConfig) -> None:
+    """Add an adapter to stacked matrices of a module of experts, with peft's initial values."""
+    if not hasattr(module, DOWN):
+        setattr(module, DOWN, nn.ParameterDict())
+        setattr(module, UP, nn.ParameterDict())
+        setattr(module, SCALING, lora.alpha / lora.rank)
+    weights = getattr(module, name)
+    experts, outer, inner = weights.shape if not module.is_transposed else weights.mT.shape
+    bound = 1 / math.sqrt(inner)
+    down = torch.empty(experts, lora.rank, inner, device=weights.device).uniform_(-bound, bound)
+    getattr(module, DOWN)[name] = nn.Parameter(down)
+    getattr(module, UP)[name] = nn.Parameter(torch.zeros(experts, outer, lora.rank, device=weights.device))
+
+
+def start_from(model: nn.Module, path: Path) -> None:
+    """Copy adapters of a file in peft's format into those of a model.
+
+    Raises UserError if the file cannot be read or is of another model.
     """
     wanted = adapters_of(dict(model.named_parameters()))
+    try:
+        saved = read_adapters(path, shapes_in(wanted))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"lora.adapter: {path} cannot be read ({first_line(error)})") from error
     shapes, given = ({name: tuple(one.shape) for name, one in each.items()} for each in (wanted, saved))
     if unlike := sorted(name for name in shapes | given if shapes.get(name) != given.get(name)):
         name = unlike[0]
@@ -101,13 +152,16 @@ def start_from(model: nn.Module, saved: Mapping[str, Tensor], path: Path) -> Non
             parameter.copy_(saved[name])
 
 
-def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
-    """Return peft's configuration; with `head`, the scalar head is trained in full."""
+def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False, of_experts: bool = True) -> Any:
+    """Return peft's configuration, without `of_experts` that of linear layers alone; with `head`, the scalar head is
+    trained in full.
+    """
     return import_optional("peft", "lora", "lora").LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=list(lora.targets),
+        target_modules=list(lora.linear_targets),
+        target_parameters=list(lora.expert_targets) or None if of_experts else None,
         bias="none",
         base_model_name_or_path=str(model) if model else None,
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
@@ -126,7 +180,52 @@ def is_adapter(name: str) -> bool:
 
 def adapters_of(named: Mapping[str, T]) -> dict[str, T]:
     """Return what LoRA trains among named parameters, or their shapes, by peft's names."""
-    return {PREFIX + name.replace(f".{NAME}.", "."): value for name, value in named.items() if is_adapter(name)}
+    adapters = {name: value for name, value in named.items() if is_adapter(name)}
+    stacks: dict[tuple[str, str], list[str]] = {}
+    for match in filter(None, map(STACK.fullmatch, adapters)):
+        stacks.setdefault((match["module"], match["factor"]), []).append(match["stack"])
+    titles = {name: name.replace(f".{NAME}.", ".") for name in adapters}
+    for (module, factor), names in stacks.items():
+        for around, name in enumerate(reversed(names)):
+            titles[f"{module}.{factor}.{name}"] = f"{module}{'.base_layer' * around}.{factor}.weight"
+    return {PREFIX + titles[name]: value for name, value in adapters.items()}
+
+
+def read_adapters(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Return the tensors of a file in peft's format, factors of stacked matrices in the model's `shapes`."""
+    found = load_file(path)
+    for name, tensor in found.items():
+        shape = shapes.get(name, tensor.shape)
+        if len(shape) == 3 and tensor.dim() == 2 and tensor.numel() == shape.numel():
+            is_up = f".{UP}." in name
+            experts, *sizes = shape
+            found[name] = tensor.view(*sizes, experts).movedim(-1, 0) if is_up else tensor.view(shape)
+    return found
+
+
+class StackFactor:
+    """A factor of stacked matrices in the form of peft's files, which is made on demand."""
+
+    def __init__(self, factor: Tensor, is_up: bool) -> None:
+        self.factor, self.is_up, self.dtype, self.device = factor, is_up, factor.dtype, factor.device
+        experts, outer, inner = factor.shape
+        self.shape = torch.Size((outer, inner * experts) if is_up else (experts * outer, inner))
+        self.box, self.is_sharded = Box.whole(self.shape), isinstance(factor, DTensor)
+
+    def merged_part(self, box: Box | None = None) -> Tensor:
+        """Return the factor, or a block of it; all ranks that shard it call this at the same time."""
+        whole = full_tensor(self.factor)
+        return (box or self.box).of((whole.movedim(0, -1) if self.is_up else whole).reshape(self.shape))
+
+
+def adapter_parts(model: nn.Module) -> dict[str, WeightPart]:
+    """Return this rank's parts of what LoRA trains, by peft's names and in the form of its files."""
+    return weight_parts(
+        {
+            name: StackFactor(tensor, f".{UP}." in name) if tensor.dim() == 3 else tensor
+            for name, tensor in adapters_of(dict(model.named_parameters())).items()
+        }
+    )
 
 
 class FourBitLinear(nn.Module):
@@ -180,39 +279,87 @@ class Adapted:
         self.box = Box.whole(self.shape) if is_four_bit else box_of(layer.weight)
         self.is_sharded = isinstance(up, DTensor)
 
+    def merged_part(self, box: Box | None = None) -> Tensor:
+        """Return a block of this rank's shard, by default all of it; all ranks call it, as adapters are gathered."""
+        box = box or self.box
+        return self._merged(box.of(local_shard(self.layer.weight), self.box), box)
+
+    def merged(self) -> Tensor:
+        """Return the whole weight; all ranks call it."""
+        return self._merged(full_tensor(self.layer.weight), Box.whole(self.shape))
+
     @torch.no_grad()
-    def merged_part(self, whole: bool = False) -> Tensor:
-        """Return the shard, or the `whole`, of base + scaling · up down, rounded once; all ranks call it, as adapters
-        are gathered.
-        """
-        weight = self.layer.weight
-        base, box = (full_tensor(weight), Box.whole(self.shape)) if whole else (local_shard(weight), self.box)
+    def _merged(self, base: Tensor, box: Box) -> Tensor:
+        """Return a block of base + scaling · up down, rounded once."""
         rows, columns = box.slices
         up, down = full_tensor(self.up)[rows], full_tensor(self.down)[:, columns]
         dtype = torch.promote_types(base.dtype, torch.float32)
         return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype), alpha=self.scaling).to(base.dtype)
 
 
-def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted]:
+class AdaptedStack:
+    """The stacked matrices (E, out, in) of experts with their adapter, which ranks shard by experts alike."""
+
+    is_sharded = False
+    """A rank has the factors of its experts, and merges without others."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.weights, self.scaling, self.is_transposed = (
+            getattr(module, name),
+            getattr(module, SCALING),
+            module.is_transposed,
+        )
+        self.down, self.up = getattr(module, DOWN)[name], getattr(module, UP)[name]
+        self.shape, self.dtype, self.device = self.weights.shape, self.weights.dtype, self.weights.device
+        self.box = box_of(self.weights)
+
+    def merged_part(self, box: Box | None = None) -> Tensor:
+        """Return a block of this rank's shard, by default all of it."""
+        box = box or self.box
+        of_experts = [
+            Box((box.offsets[0], 0, 0), (box.sizes[0], *factor.shape[1:])).of(local_shard(factor), box_of(factor))
+            for factor in (self.down, self.up)
+        ]
+        return self._merged(box.of(local_shard(self.weights), self.box), of_experts[0], of_experts[1], box)
+
+    def merged(self) -> Tensor:
+        """Return the whole stack; all ranks that shard it call this at the same time."""
+        weights, down, up = map(full_tensor, (self.weights, self.down, self.up))
+        return self._merged(weights, down, up, Box.whole(self.shape))
+
+    @torch.no_grad()
+    def _merged(self, base: Tensor, down: Tensor, up: Tensor, box: Box) -> Tensor:
+        """Return a block of base + scaling · up down, rounded once."""
+        first, second = (down.mT, up.mT) if self.is_transposed else (up, down)
+        _, rows, columns = box.slices
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        factors = first[:, rows].to(dtype), second[..., columns].to(dtype)
+        return torch.baddbmm(base.to(dtype), *factors, alpha=self.scaling).to(base.dtype)
+
+
+def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted | AdaptedStack]:
     """Return a module's tensors by their names without adapters; adapted weights come with their adapters."""
-    found: dict[str, Tensor | Adapted] = {}
+    found: dict[str, Tensor | Adapted | AdaptedStack] = {}
     for name, tensor in named.items():
         layer, _, own = name.partition(".base_layer.")
+        module, _, leaf = name.rpartition(".")
         if own in ("weight", "codes"):
-            module: Any = model.get_submodule(layer)
-            down, up = module.lora_A[NAME].weight, module.lora_B[NAME].weight
-            found[f"{layer}.weight"] = Adapted(module.base_layer, down, up, float(module.scaling[NAME]))
+            product: Any = model.get_submodule(layer)
+            down, up = product.lora_A[NAME].weight, product.lora_B[NAME].weight
+            found[f"{layer}.weight"] = Adapted(product.base_layer, down, up, float(product.scaling[NAME]))
         elif own == "scales":
             continue
         elif own:
             found[f"{layer}.{own}"] = tensor
+        elif f"{module}.{DOWN}.{leaf}" in named:
+            found[name] = AdaptedStack(model.get_submodule(module), leaf)
         elif ".lora_" not in name:
             found[name] = tensor
     return found
 
 
-def merged(tensor: Tensor | Adapted) -> Tensor:
+def merged(tensor: Tensor | Adapted | AdaptedStack) -> Tensor:
     """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same
     time.
     """
-    return tensor.merged_part(whole=True) if isinstance(tensor, Adapted) else full_tensor(tensor)
+    return full_tensor(tensor) if isinstance(tensor, Tensor) else tensor.merged()

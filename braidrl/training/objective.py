@@ -193,10 +193,21 @@ class Objective:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
         if ROUTER_LOSS in predicted:
             per_token = per_token + predicted[ROUTER_LOSS]
+        return self._summed(look, per_token), metrics
+
+    def router_sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums of the routers' losses alone, if there are any, on a pipeline rank without the policy's."""
+        if ROUTER_LOSS not in predicted:
+            return {}
+        return self._summed(Lookup(self, rows, offsets, predicted), predicted[ROUTER_LOSS])
+
+    def _summed(self, look: "Lookup", per_token: Tensor) -> dict[str, Tensor]:
+        """Return the sum of losses per token (A,), weighted by the aggregation, by its denominator."""
         # Computed on the host, which knows the token counts, to avoid device synchronisation.
-        on_host = look.arguments(self.aggregation, offsets.device)
-        weights = per_token_of(self.aggregation, called(self.aggregation, on_host, self.aggregation_settings), count)
-        return {self.denominator: (per_token * weights.to(device, per_token.dtype)).sum()}, metrics
+        on_host = look.arguments(self.aggregation, look.offsets.device)
+        weights = called(self.aggregation, on_host, self.aggregation_settings)
+        weights = per_token_of(self.aggregation, weights, int(look.offsets[-1])).to(per_token.device, per_token.dtype)
+        return {self.denominator: (per_token * weights).sum()}
 
     def _drift(self, look: "Lookup", device: torch.device) -> dict[str, Tensor]:
         """Return metrics per token (A,) of a policy's drift from the old, the rollout and the reference policy."""

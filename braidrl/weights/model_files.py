@@ -211,7 +211,7 @@ class HubNames:
                     lacking = len(box.sizes) - len(shape)
                     starts = [at - start for at, start in zip(held.offsets, box.offsets, strict=True)]
                     inner = Box(tuple(starts[lacking:]), held.sizes[lacking:])
-                    found[target] = WeightPart([target], part.block(held).view(inner.sizes), (torch.Size(shape), inner))
+                    found[target] = part.renamed(target, held, torch.Size(shape), inner)
         return found
 
     def blocks_of(self, name: str, shape: torch.Size) -> list[tuple[str, torch.Size, Box]] | None:

@@ -112,8 +112,21 @@ class AdaptedTensor(Protocol):
     is_sharded: bool
     """True if the adapter is sharded: all of its ranks must merge it at the same time."""
 
-    def merged_part(self) -> Tensor:
-        """Return this rank's block with its adapter merged."""
+    def merged_part(self, box: Box | None = None) -> Tensor:
+        """Return a block of this rank's, by default all of it, with its adapter merged."""
+
+
+class AdaptedBlock:
+    """The block `held` of a weight with an adapter, as the block `box` of another tensor of a global `shape`."""
+
+    def __init__(self, weight: AdaptedTensor, held: Box, shape: torch.Size, box: Box) -> None:
+        self.weight, self.held, self.shape, self.box = weight, held, shape, box
+        self.dtype, self.device, self.is_sharded = weight.dtype, weight.device, weight.is_sharded
+
+    def merged_part(self, box: Box | None = None) -> Tensor:
+        """Return the block, or a block of it, with its adapter merged."""
+        whole = self.weight.merged_part(self.held).view(self.box.sizes)
+        return whole if box is None else box.of(whole, self.box)
 
 
 @dataclass(frozen=True)
@@ -153,6 +166,12 @@ class WeightPart:
     def block(self, box: Box) -> Tensor:
         """Return a block of the global tensor as a view of this part, which contains it."""
         return box.of(self.local, self.box)
+
+    def renamed(self, name: str, held: Box, shape: torch.Size, box: Box) -> "WeightPart":
+        """Return a block of this part as the block `box` of another tensor of a `shape`."""
+        if isinstance(self.tensor, Tensor):
+            return WeightPart([name], self.block(held).view(box.sizes), (shape, box))
+        return WeightPart([name], AdaptedBlock(self.tensor, held, shape, box))
 
     def merged(self) -> "WeightPart":
         """Return this part as a plain tensor with its adapter merged; all ranks of a sharded tensor call this at the

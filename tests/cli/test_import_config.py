@@ -123,6 +123,7 @@ use_vllm: true
 vllm_mode: colocate
 use_peft: true
 lora_r: 32
+lora_target_parameters: [mlp.experts.gate_up_proj]
 bf16: true
 report_to: [trackio]
 log_completions: true
@@ -255,6 +256,7 @@ def test_trls_yaml_and_arguments_keep_batches_rewards_and_recipe(tmp_path: Path)
         25,
         "linear",
     )
+    assert "experts.gate_up_proj" in trainer.lora.targets
     assert config.algorithm["normalise"] is False and config.algorithm["aggregate"] == "token-mean"
     assert config.rollout.engine == "vllm" and kinds(outcomes, DECIDE) == {"nonsense"}
     config, outcomes = imported(tmp_path, "dpo.sh")

@@ -5,19 +5,41 @@ one process.
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
 from braidrl.training.lora import ADAPTER
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
+from tests.invariants.traces import merged
 from tests.runtimes.spmd.ranks import run_in_ranks
-from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
+from tests.tiny import (
+    MIXTURE,
+    TOKENIZER,
+    Workshop,
+    metrics_without_times,
+    recorded,
+    sums,
+    weights_of,
+    write_jsonl,
+)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(deepcopy(MIXTURE)).save_pretrained(folder / "model")
+    TOKENIZER.save_pretrained(folder / "model")
+    return Workshop(folder, folder / "model", write_jsonl(folder / "train.jsonl", sums(64)))
+
 
 FLOW: dict[str, Any] = {"flow": "grpo", "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3}}
 TRAINER: dict[str, Any] = {
@@ -86,6 +108,31 @@ def test_sharded_adapter_training_equals_single_process(workshop: Workshop) -> N
         for ours, theirs in zip(ranks, metrics_without_times(alone), strict=True):
             assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
             assert ours["train/rollout_log_prob_gap"] < 1e-5
+
+
+EXPERTS: dict[str, Any] = {
+    "expert": {"runtime": "distributed", "workers": 2, "trainer": {"layout": {"expert": 2}}},
+    "vllm": {"rollout": {"engine": "vllm"}},
+}
+
+
+@pytest.mark.parametrize("way", ["merged", "shared", *(pytest.param(way, marks=pytest.mark.soak) for way in EXPERTS)])
+def test_engines_draw_with_the_trained_adapters_of_experts(mixture: Workshop, way: str) -> None:
+    """Check merged copies, the trainer's own model, a layout of experts, and vLLM."""
+    lora = {"rank": 4, "alpha": 16, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
+    lora |= {"base_dtype": "nf4"} if way == "shared" else {}
+    trainer = {**TRAINER, "steps": 3, "rows_per_update": 16, "lora": lora}
+    sections = merged(merged(FLOW, {"trainer": trainer}), EXPERTS.get(way, {}))
+    if way == "expert":
+        run_in_ranks([mixture.tree(way, **sections)], 2)
+    run = mixture.folder / way if way == "expert" else mixture.run(way, **sections)
+    rows = recorded(run, 3)
+    gap = rows["rollout_log_probs"].values - rows["old_log_probs"].values
+    assert float(gap.abs().max()) < (1e-3 if way == "vllm" else 1e-5)
+    before, after = load_file(mixture.model / "model.safetensors"), weights_of(run)
+    experts = [name for name in before if ".experts." in name]
+    # Some experts are chosen for no token of three short steps.
+    assert sum(not torch.equal(after[name], before[name]) for name in experts) > len(experts) / 2 > 0
 
 
 @pytest.mark.parametrize(

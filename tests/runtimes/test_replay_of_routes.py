@@ -74,9 +74,6 @@ def test_suspended_rows_train_on_their_routes_under_streaming(workshop: Workshop
     ("own", "message"),
     [
         ({"rollout": {"engine": "vllm"}}, "rollout.engine=embedded"),
-        ({"trainer": {"layout": {"pipeline": 2}}, "runtime": "distributed", "workers": 2}, "replay=none"),
-        ({"trainer": {"layout": {"tensor": 2}}, "runtime": "distributed", "workers": 2}, "replay=none"),
-        ({"trainer": {"layout": {"tensor": 2}, "balance": {}}, "runtime": "distributed", "workers": 2}, "expert"),
         ({"trainer": {"balance": {"z": 0.1}, "lora": {"targets": ["q_proj"]}}}, "remove trainer.balance"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.collective import Incoming, WeightOffer
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.transfer import LayoutCopy
-from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step
+from tests.tiny import MIXTURE, TOKENIZER
+from tests.training.parallel.laid_out import EXPERT_ADAPTERS, OBJECTIVE, config_of, make_rows, one_step
 
 LORA = {"rank": 4, "alpha": 6.0}
 
@@ -102,6 +104,41 @@ def test_export_is_an_equal_plain_model_and_peft_loads_the_adapters(
     by_peft = PeftModel.from_pretrained(source, str(tmp_path / ADAPTER)).double().merge_and_unload()
     for name, tensor in merged.model.state_dict().items():
         torch.testing.assert_close(by_peft.state_dict()[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_adapters_of_experts_have_the_chain_rules_gradient_and_peft_reads_them(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    torch.manual_seed(9)
+    AutoModelForCausalLM.from_config(deepcopy(MIXTURE)).save_pretrained(tmp_path / "mixture")
+    TOKENIZER.save_pretrained(tmp_path / "mixture")
+    config = adapted(tmp_path / "mixture", targets=EXPERT_ADAPTERS)
+    worker = started(config)
+    worker.export(tmp_path / "merged")
+    plain = RoleWorker(BackendSpec("actor", config_of(str(tmp_path / "merged")), train=True))
+    expected = worker.forward("log_probs", make_rows()).values
+    torch.testing.assert_close(plain.forward("log_probs", make_rows()).values, expected, rtol=0, atol=1e-9)
+    of_weights, of_adapters = gradients(plain), gradients(worker)
+    tensors, scaling = dict(worker.model.named_parameters()), LORA["alpha"] / LORA["rank"]
+    stacks = [name for name in of_weights if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(stacks) == 2 * 4 and len(of_adapters) == 2 * (len(stacks) + 4), "only adapters have a gradient"
+    for stack in stacks:
+        module, _, leaf = stack.rpartition(".")
+        down, up = tensors[f"{module}.lora_A.{leaf}"], tensors[f"{module}.lora_B.{leaf}"]
+        assert up.abs().max() > 0
+        found = of_adapters[f"{module}.lora_A.{leaf}"], of_adapters[f"{module}.lora_B.{leaf}"]
+        torch.testing.assert_close(found[0], scaling * up.mT @ of_weights[stack], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[1], scaling * of_weights[stack] @ down.mT, rtol=1e-9, atol=1e-9)
+    source = AutoModelForCausalLM.from_pretrained(tmp_path / "mixture", dtype=torch.float64)
+    by_peft = PeftModel.from_pretrained(source, str(tmp_path / "merged" / ADAPTER)).double().merge_and_unload()
+    for name, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(by_peft.state_dict()[name], tensor, rtol=0, atol=1e-12)
+    # Another run starts from peft's files.
+    start = config_of(str(tmp_path / "mixture")).trainer.model_copy(
+        update={"lora": LoraConfig(adapter=tmp_path / "merged" / ADAPTER)}
+    )
+    again = RoleWorker(BackendSpec("actor", config.model_copy(update={"trainer": start}), train=True))
+    assert torch.equal(again.forward("log_probs", make_rows()).values, expected)
 
 
 def test_only_adapters_have_masters_and_moments(tiny_models: dict[str, Path]) -> None:

@@ -200,10 +200,6 @@ def check_replay(config: Config, flow: Flow) -> None:
         own = settings_of(role, config)
         if not experts_in(read_model_config(own.model.expanduser())):
             raise UserError(f"replay=inference: the model of {role} has no experts; remove `replay`")
-        if own.layout.pipeline > 1 or own.layout.tensor > 1:
-            raise UserError(
-                "replay=inference: pipeline and tensor ranks see some of the routers or tokens each; write replay=none"
-            )
 
 
 def check_balance(config: Config, flow: Flow) -> None:
@@ -214,11 +210,6 @@ def check_balance(config: Config, flow: Flow) -> None:
         own = settings_of(role, config)
         if not experts_in(read_model_config(own.model.expanduser())):
             raise UserError(f"trainer.balance: the model of {role} has no experts; remove trainer.balance")
-        if own.layout.pipeline > 1 or own.layout.tensor > 1:
-            raise UserError(
-                f"trainer.balance: pipeline and tensor ranks of {role} see some of the routers or tokens each; write "
-                "trainer.layout.expert, data, sequence or context instead"
-            )
         if own.lora is not None:
             raise UserError(
                 f"trainer.balance: adapters of {role} leave its routers as they are; remove trainer.balance"

@@ -6,14 +6,19 @@ On CUDA transformers' grouped products do the same in one kernel. On a CPU they 
 faster ones for the few rows of decoding, and they support no float64. Here each slice goes through `product`, which
 also adds the bias.
 
+An adapter of stacked matrices has factors for each expert, and its products go over the same slices:
+
+    rows of expert e    y = x W_eᵀ + α/r · (x A_eᵀ) B_eᵀ
+
 Shapes: T tokens, K experts of a token, S = T·K rows, E experts.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 from braidrl.native.linear import product
 
@@ -24,43 +29,140 @@ MANY = 32
 
 With gradients it always takes two thirds of the time.
 """
+DOWN, UP, SCALING = "lora_A", "lora_B", "lora_scaling"
+"""Attributes of a module of experts with adapters: their factors (E, rank, in) and (E, out, rank) by the name of the
+adapted matrices, and the scale.
+"""
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the weighted sums (T, D) of the experts `top_k_index` (T, K) of tokens (T, D); `self` is transformers'
-    module.
+    module, perhaps with adapters.
     """
+    downs, ups = getattr(self, DOWN, {}), getattr(self, UP, {})
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
     # On the meta device grouped products take bfloat16 alone.
     counted = many or hidden_states.dtype is torch.float64
-    if hidden_states.dtype is torch.bfloat16 if hidden_states.is_meta else not counted:
+    is_plain = hidden_states.dtype is torch.bfloat16 if hidden_states.is_meta else not counted
+    if is_plain and not downs:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     if not len(hidden_states):
         return hidden_states
-    chosen, each = top_k_index.reshape(-1), top_k_index.shape[-1]
-    order = chosen.argsort(stable=True)
-    if hidden_states.is_meta:
-        counts = [len(part) for part in chosen.tensor_split(self.num_experts)]
-    else:
-        counts = chosen.bincount(minlength=self.num_experts).tolist()
+    sorting = Sorting.of(top_k_index)
+    products = ExpertProducts(top_k_index.reshape(-1)[sorting.order], self.num_experts)
 
     def multiplied(rows: Tensor, name: str) -> Tensor:
-        weights = getattr(self, name).unbind()
-        biases = getattr(self, f"{name}_bias").unbind() if self.has_bias else [None] * self.num_experts
-        parts = zip(rows.split(counts), weights, biases, strict=True)
-        return torch.cat(
-            [
-                product(part, weight.t() if self.is_transposed else weight, bias)
-                for part, weight, bias in parts
-                if len(part)
-            ]
-        )
+        weights, biases = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
+        result = products(rows, weights.mT if self.is_transposed else weights, biases)
+        if name in downs:
+            result = result + getattr(self, SCALING) * products(products(rows, downs[name]), ups[name])
+        return result
 
-    states = multiplied(hidden_states[order // each], "gate_up_proj" if self.has_gate else "up_proj")
+    states = multiplied(sorting.rows_of(hidden_states), "gate_up_proj" if self.has_gate else "up_proj")
     states = multiplied(self._apply_gate(states) if self.has_gate else self.act_fn(states), "down_proj")
-    weighted = states * top_k_weights.reshape(-1)[order, None]
-    summed = weighted[order.argsort()].view(*top_k_index.shape, -1).sum(1)
-    return summed.to(hidden_states.dtype)
+    if getattr(self, "has_post_expert_norm", False):
+        states = self.post_expert_norm(states)
+    return sorting.summed(states, top_k_weights).to(hidden_states.dtype)
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """The order of S = T·K rows by expert: each token has K of them."""
+
+    order: Tensor
+    """The number t·K + k of each sorted row, (S,)."""
+    places: Tensor
+    """The place of each row among the sorted ones, (S,)."""
+    each: int
+    """K."""
+
+    @staticmethod
+    def of(top_k_index: Tensor) -> "Sorting":
+        """Sort the rows of the experts (T, K)."""
+        order = top_k_index.reshape(-1).argsort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return Sorting(order, places, top_k_index.shape[-1])
+
+    def rows_of(self, states: Tensor) -> Tensor:
+        """Return each row's token, (S, D), from tokens (T, D)."""
+        rows: Tensor = _SortedRows.apply(states, self)
+        return rows
+
+    def summed(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return each token's sum (T, D) of its rows among the sorted ones (S, D), by weights (T, K)."""
+        sums: Tensor = _WeightedSums.apply(rows, weights, self)
+        return sums
+
+
+class _SortedRows(torch.autograd.Function):
+    """Rows of tokens; the gradient of a token is the sum of its K rows', read in place of added row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, sorting: Sorting) -> Tensor:
+        ctx.sorting = sorting
+        return states.index_select(0, sorting.order // sorting.each)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        rows = gradients[0].index_select(0, ctx.sorting.places)
+        return rows.view(-1, ctx.sorting.each, rows.shape[-1]).sum(1), None
+
+
+class _WeightedSums(torch.autograd.Function):
+    """Sums of K rows of each token by weights, without a copy of the weighted rows for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, sorting: Sorting) -> Tensor:
+        ctx.sorting = sorting
+        ctx.save_for_backward(rows, weights)
+        return (by_token(rows, sorting) * weights[..., None]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (gradient,), (rows, weights), sorting = gradients, ctx.saved_tensors, ctx.sorting
+        of_rows = of_weights = None
+        if ctx.needs_input_grad[0]:
+            scales = weights.reshape(-1).index_select(0, sorting.order)[:, None]
+            of_rows = (gradient.index_select(0, sorting.order // sorting.each) * scales).to(rows.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weights = (by_token(rows, sorting) * gradient[:, None]).sum(-1).to(weights.dtype)
+        return of_rows, of_weights, None
+
+
+def by_token(rows: Tensor, sorting: Sorting) -> Tensor:
+    """Return sorted rows (S, D) by token, (T, K, D)."""
+    return rows.index_select(0, sorting.places).view(-1, sorting.each, rows.shape[-1])
+
+
+class ExpertProducts:
+    """Products of sorted rows (S, in) with a matrix for each expert, over its slice of the rows."""
+
+    def __init__(self, chosen: Tensor, experts: int) -> None:
+        """Find the slices of rows whose experts are `chosen` (S,), in ascending order."""
+        if chosen.is_meta:
+            self.counts = torch.tensor([len(part) for part in chosen.tensor_split(experts)])
+        else:
+            self.counts = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True)
+            self.counts = self.counts.diff(prepend=self.counts.new_zeros(1))
+        self.sizes = None if chosen.is_cuda else self.counts.tolist()
+
+    def __call__(self, rows: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Return rows (S, in) by weights (E, out, in), plus biases (E, out)."""
+        if self.sizes is None and rows.dtype is not torch.float64:
+            return self.by_kernel(rows, weights, biases)
+        parts = zip(
+            rows.split(self.sizes or self.counts.tolist()),
+            weights.unbind(),
+            [None] * len(weights) if biases is None else biases.unbind(),
+            strict=True,
+        )
+        return torch.cat([product(part, weight, bias) for part, weight, bias in parts if len(part)])
+
+    def by_kernel(self, rows: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Return the same by one grouped product, where shapes allow it."""
+        each = None if biases is None else biases.repeat_interleave(self.counts, 0, output_size=len(rows))
+        return _grouped_linear(rows, weights.mT, self.counts.cumsum(0, dtype=torch.int32), each, is_transposed=True)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)

@@ -44,6 +44,8 @@ PlaceImages = Callable[["Packed", Rows], "Packed"]
 """Gives a packing of rows, in their order, the positions and inputs of their images."""
 OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
 """Called with a micro-batch's number and predictions; returns the loss for the backward pass, or None."""
+HIDDEN = "hidden"
+"""Name of the hidden states in the predictions of all pipeline ranks but the last."""
 HAS_ENTRIES = "has_entries"
 """Name of the mask (N,) of tokens with entries in the columns of all tokens."""
 FILLER = 64

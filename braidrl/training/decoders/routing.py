@@ -11,11 +11,14 @@ it would not choose now.
 Routers are found by structure: modules of the layers whose forward calls `topk`. Layers are known by their modules, not
 by the order of calls, since the backward pass recomputes them in another order.
 
-Shapes: N packed tokens, L layers with a router, E experts, k experts of a token.
+Under tensor parallelism a router sees this rank's share of the tokens: it replays its share of the given experts, and
+what was recorded is gathered. A pipeline rank has the routers of its layers.
+
+Shapes: N packed tokens, L layers with a router on this rank, M in the whole model, E experts, k experts of a token.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from braidrl.errors import UserError
@@ -31,8 +36,10 @@ from braidrl.training.compute.cpu_layers import derived
 from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.decoders.shrink import EXPERTS
 
-ROUTERS = "prepared_routers"
-"""Attribute of a prepared model: the number of its routers."""
+ROUTERS = "number_of_routers"
+"""Attribute of a model whose routers are numbered: how many it has, with those on other ranks."""
+PREPARED = "prepared_routers"
+"""Attribute of a model whose routers record and replay."""
 LAYER = "routing_layer"
 """Attribute of a router: its number among the routers of the model."""
 
@@ -42,7 +49,7 @@ class Routing:
     """The routes of one forward pass of N tokens."""
 
     given: Tensor | None = None
-    """The experts to replay, (N, L, k); None to replay none."""
+    """The experts to replay, (N, M, k); None to replay none."""
     is_given: Tensor | None = None
     """(N,) bool, False for tokens for which the routers choose."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
@@ -54,10 +61,33 @@ class Routing:
     """The share (N,) of each token's replayed experts that the layer's router would not have chosen."""
     is_sigmoid: bool = False
     """Whether the scores are the sigmoid of the logits instead of their softmax."""
+    tokens: int = 0
+    """N, where `mesh` is given."""
+    mesh: DeviceMesh | None = None
+    """The tensor ranks, each of which routes an equal share of the tokens; None without them."""
+
+    def share(self, values: Tensor, rows: int | None = None) -> Tensor:
+        """Return the values of the tokens that this rank routes, from values (N, ...) of all; a router that sees `rows`
+        tokens may see all of them.
+        """
+        if self.mesh is None or rows == self.tokens or len(values) < self.tokens:
+            return values
+        return values.chunk(self.mesh.size())[self.mesh.get_local_rank()]
 
     def recorded(self) -> Tensor:
         """Return the experts that were used, (N, L, k)."""
-        return torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1)
+        return self.of_all_tokens(self.chosen)
+
+    def of_all_tokens(self, by_layer: Mapping[int, Tensor]) -> Tensor:
+        """Return what was recorded of each layer as one tensor, (N, L, ...); all tensor ranks call this together."""
+        own = torch.stack([self.share(by_layer[layer]) for layer in sorted(by_layer)], 1)
+        if self.mesh is None:
+            return own
+        return (
+            DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
+            .redistribute(placements=[Replicate()])
+            .to_local()
+        )
 
 
 current: ContextVar[Routing | None] = ContextVar("routing", default=None)
@@ -92,11 +122,12 @@ class RoutedSelection(TorchFunctionMode):
             return found
         routing, scores, chosen = self.routing, args[0], found.indices
         if routing.given is not None and routing.is_given is not None:
-            given = routing.given[:, self.layer].to(chosen.dtype)
+            given = routing.share(routing.given[:, self.layer], len(scores)).to(chosen.dtype)
+            is_given = routing.share(routing.is_given, len(scores))[:, None]
             if routing.keeps_logits:
-                missing = (given[:, :, None] != chosen[:, None, :]).all(-1) & routing.is_given[:, None]
+                missing = (given[:, :, None] != chosen[:, None, :]).all(-1) & is_given
                 routing.changed[self.layer] = missing.to(scores.dtype).mean(-1)
-            chosen = torch.where(routing.is_given[:, None], given, chosen)
+            chosen = torch.where(is_given, given, chosen)
             found = torch.return_types.topk((scores.gather(-1, chosen), chosen))
         routing.chosen[self.layer] = chosen
         return found
@@ -113,33 +144,51 @@ def router_forward(self: Any, *given: Any, **named: Any) -> Any:
 
 
 def use_routing(model: Any) -> int:
-    """Prepare a model's routers in place for `routed`; return their number.
+    """Prepare a model's routers in place for `routed`; return their number, with those on other ranks.
 
     Raises UserError for a model without routers, or whose routers do not see packed tokens.
     """
-    if known := getattr(model, ROUTERS, 0):
+    count = number_routers(model)
+    if not count or plan_of_model(model).by_rows:
+        name = type(model).__name__
+        raise UserError(f"{name} has no routers of experts that Braid can follow; remove `replay` and trainer.balance")
+    if not getattr(model, PREPARED, False):
+        for router in routers_of(model):
+            kind: Any = type(router)
+            if not hasattr(kind, "plain_forward"):
+                router.__class__ = derived(kind, router_forward)
+        setattr(model, PREPARED, True)
+    return count
+
+
+def number_routers(model: Any) -> int:
+    """Number the routers of a model whose layers are all there; return their number, 0 for a dense model.
+
+    A model that is numbered already, and may have lost layers to other pipeline ranks, stays as it is.
+    """
+    if (known := getattr(model, ROUTERS, None)) is not None:
         return int(known)
-    name, experts = type(model).__name__, experts_of(model)
+    experts = experts_of(model)
     routers = [
         module
         for layer in body_of(model).layers
         for module in layer.modules()
-        if calls_topk(getattr(type(module), "plain_forward", type(module).forward))
+        if experts and calls_topk(getattr(type(module), "plain_forward", type(module).forward))
     ]
-    if not experts or not routers or plan_of_model(model).by_rows:
-        raise UserError(f"{name} has no routers of experts that Braid can follow; remove `replay` and trainer.balance")
     for number, router in enumerate(routers):
-        kind: Any = type(router)
-        if not hasattr(kind, "plain_forward"):
-            router.__class__ = derived(kind, router_forward)
         setattr(router, LAYER, (number, experts))
     setattr(model, ROUTERS, len(routers))
     return len(routers)
 
 
 def routers_of(model: Any) -> list[Any]:
-    """Return the routers of a prepared model in the order of its layers."""
-    return sorted((m for m in model.modules() if hasattr(m, LAYER)), key=lambda router: int(getattr(router, LAYER)[0]))
+    """Return the routers of a numbered model on this rank, in the order of its layers."""
+    return sorted((m for m in model.modules() if hasattr(m, LAYER)), key=layer_of)
+
+
+def layer_of(router: Any) -> int:
+    """Return a router's number among those of the whole model."""
+    return int(getattr(router, LAYER)[0])
 
 
 @cache

@@ -34,6 +34,7 @@ from braidrl.training.decoders.shrink import CHOSEN, HEADS, KEY_HEADS, LAYERS, W
 from braidrl.training.loading import read_model_config
 from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
+from braidrl.training.parallel.experts import stacked_parameters
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
 from braidrl.weights.model_files import auto_class
@@ -108,6 +109,8 @@ class Shape:
     """Parameters of experts that a token does not use."""
     experts: int = 0
     """Parameters of all experts that `expert` can shard."""
+    trained_experts: int = 0
+    """Trained parameters among them: all, or their adapters."""
     num_experts: int = 0
     """Experts of a layer."""
     chosen_experts: int = 0
@@ -172,11 +175,19 @@ def expert_sizes(model: PreTrainedModel) -> dict[str, Any]:
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 3 and len(parameter) == module.num_experts
     ]
+    trained = sum(
+        parameter.numel()
+        for module in modules
+        if hasattr(module, "has_gate")
+        for _, _, parameter in stacked_parameters(module)
+        if parameter.requires_grad and parameter.dim() == 3
+    )
     idle = sum(size // count * max(count - chosen, 0) for size, count, _ in stacked)
     divisible = [(size, count) for size, count, can_be_sharded in stacked if can_be_sharded]
     return {
         "idle": idle,
         "experts": sum(size for size, _ in divisible),
+        "trained_experts": trained,
         "num_experts": math.gcd(*(count for _, count in divisible)),
         "chosen_experts": chosen,
     }
@@ -205,8 +216,10 @@ def resident_bytes(
     parts = {"weights": local * shape.element_bytes - int(saved)}
     if trained:
         if shape.trained < shape.parameters:
-            divided = (shape.trained - shape.copied) // layout.tensor
-            local = (divided + shape.copied) // (layout.pipeline * layout.shard_ranks)
+            of_experts = shape.trained_experts if layout.expert > 1 and layout.shard == "none" else 0
+            divided = (shape.trained - shape.copied - of_experts) // layout.tensor
+            local = (divided + shape.copied) // layout.shard_ranks + of_experts // layout.expert
+            local //= layout.pipeline
         master = max(MASTER_BYTES, shape.element_bytes)
         parts["gradients"] = local * master
         if master > shape.element_bytes:

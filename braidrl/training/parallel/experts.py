@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from braidrl.errors import UserError
-from braidrl.training.compute.experts import EXPERTS
+from braidrl.training.compute.experts import DOWN, EXPERTS, UP, Sorting
 from braidrl.training.parallel.sequence import AllToAll
 from braidrl.weights.boxes import Box, chunk
 
@@ -82,15 +82,21 @@ def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[Any]:
             )
         check_experts(module.num_experts, mesh.size())
         start, count = chunk(module.num_experts, mesh.get_local_rank(), mesh.size())
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for holder, name, parameter in stacked_parameters(module):
             if len(parameter) in (module.num_experts, count):
                 own = parameter.detach()
                 if len(own) != count:  # a model that was read in full
                     own = own[start : start + count].clone(memory_format=torch.contiguous_format)
                 whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-                setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+                setattr(holder, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.forward = Dispatch(module, mesh.get_group())
     return modules
+
+
+def stacked_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return the parameters of a module of experts and of its adapters, each with the module that holds it."""
+    holders = [module, *(getattr(module, name) for name in (DOWN, UP) if hasattr(module, name))]
+    return [(holder, *named) for holder in holders for named in holder.named_parameters(recurse=False)]
 
 
 class LocalExperts:
@@ -101,6 +107,8 @@ class LocalExperts:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
+        if isinstance(value, nn.ParameterDict):
+            return {key: factor.to_local() for key, factor in value.items()}
         return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -116,20 +124,17 @@ class Dispatch:
 
         All ranks of the group call this together; each has a token.
         """
-        chosen, each = top_k_index.reshape(-1), top_k_index.shape[-1]
-        order = chosen.argsort(stable=True)
+        chosen, sorting = top_k_index.reshape(-1), Sorting.of(top_k_index)
         counts = chosen.bincount(minlength=self.experts.num_experts * self.group.size())
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
         by_rank = (self.group.size(), self.experts.num_experts)
         sent, arriving = counts.view(by_rank).sum(1).tolist(), coming.view(by_rank).sum(1).tolist()
-        rows = AllToAll.apply(hidden_states[order // each], sent, arriving, self.group)
+        rows = AllToAll.apply(sorting.rows_of(hidden_states), sent, arriving, self.group)
         numbers = torch.arange(self.experts.num_experts, device=chosen.device).repeat(self.group.size())
         numbers = numbers.repeat_interleave(coming)
         results = AllToAll.apply(self._computed(rows, numbers), arriving, sent, self.group)
-        weighted = results * top_k_weights.reshape(-1)[order, None]
-        summed = weighted[order.argsort()].view(*top_k_index.shape, -1).sum(1)
-        return summed.to(hidden_states.dtype)
+        return sorting.summed(results, top_k_weights).to(hidden_states.dtype)
 
     def _computed(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Return each row (R, D) after its local expert, with weight one."""

@@ -55,6 +55,8 @@ class DataParallel(Ranks):
 
     is_reporting_rank: bool = True
     """Whether this rank reports its replica's losses and metrics; one rank per replica does."""
+    is_first_of_stage: bool = True
+    """Whether this rank reports what is of the layers of its pipeline stage; one rank per stage of a replica does."""
     forward_is_collective: bool = False
     """Whether a rank without rows must still join the forward passes of the others."""
     has_predictions: bool = True
@@ -100,7 +102,7 @@ class DataParallel(Ranks):
             split_layers(model, self.pipeline.group.rank(), self.pipeline.group.size())
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
         if (multiple := self.layout.token_ranks * self.layout.tensor) > 1 and self.token_groups is not None:
-            predict = partial(predict_own_tokens, predict, self.token_groups, multiple, self.has_predictions)
+            predict = partial(predict_own_tokens, predict, self.token_groups, multiple)
         # With several nodes, each has all shards.
         nodes = ("node",) if self.layout.nodes > 1 else ()
         rows_mesh = tokens_mesh = self.mesh[(*nodes, "shard")]
@@ -308,11 +310,13 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         pipeline = Pipeline(pipeline_ranks, embedding_group, layout.token_ranks * layout.tensor, device)
     replica = subgroup(pools)
     assert replica is not None
+    per_stage = layout.ranks_per_replica // layout.pipeline
     return DataParallel(
         world.group,
         world.supervisor,
         # The first rank of the replica's last pipeline stage.
-        is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
+        is_reporting_rank=replica.rank() == layout.ranks_per_replica - per_stage,
+        is_first_of_stage=replica.rank() % per_stage == 0,
         forward_is_collective=True,
         has_predictions=pipeline is None or pipeline.group.rank() == layout.pipeline - 1,
         is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None or experts is not None,

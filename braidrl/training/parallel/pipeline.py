@@ -19,13 +19,25 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from braidrl.errors import UserError
-from braidrl.training.compute.packed import OnPrediction, Packed, Predict
+from braidrl.training.compute.packed import HIDDEN, OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import RECEIVED, body_of
 
 RUN = 8
 """Most micro-batches per pipeline rank in one run: a trade-off of receive buffers against the pipeline bubble."""
-HIDDEN = "hidden"
-"""The key under which all pipeline ranks but the last return hidden states."""
+
+
+class WithLoss(torch.autograd.Function):
+    """Hidden states for the next pipeline rank, with a loss of this rank's layers, whose gradient the backward adds."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,8 @@ class Pipeline:
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        """Run micro-batches as `DataParallel.run_micro_batches`; only the last pipeline rank calls `on_prediction`.
+        """Run micro-batches as `DataParallel.run_micro_batches`; the last pipeline rank calls `on_prediction`, and each
+        that predicts more than hidden states.
 
         All pipeline ranks call this at the same time with the same micro-batches, at least one per rank.
         """
@@ -50,9 +63,10 @@ class Pipeline:
 
         def forward(tokens: int, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
             predicted = compute(replace(micro_batches[int(number)].padded(tokens), hidden=hidden))
-            if rank < size - 1:
-                return predicted[HIDDEN]
-            loss = on_prediction(int(number), predicted)
+            hidden = predicted.pop(HIDDEN, None)
+            loss = on_prediction(int(number), predicted) if predicted else None
+            if hidden is not None:
+                return hidden if loss is None else WithLoss.apply(hidden, loss)
             return torch.zeros(()) if loss is None else loss.float()
 
         for numbers in runs(len(micro_batches), size):

@@ -32,7 +32,7 @@ from braidrl.training.compute.attention import (
     attend_equal,
     token_dimension,
 )
-from braidrl.training.compute.packed import Packed, Predict
+from braidrl.training.compute.packed import HIDDEN, Packed, Predict
 
 QUERIES = 1024
 """Queries that attend at a time under context parallelism: the mask has this many rows."""
@@ -160,12 +160,12 @@ class ShardedAttention(AttentionContext):
 
 
 def predict_own_tokens(
-    predict: Predict, groups: TokenGroups, multiple: int, join: bool, packed: Packed, *objective: Any
+    predict: Predict, groups: TokenGroups, multiple: int, packed: Packed, *objective: Any
 ) -> dict[str, Tensor]:
     """Call `predict` on this rank's share of the tokens; all token ranks call this with the same rows.
 
-    Tokens are padded to a `multiple` of the number of ranks. With `join` every rank gets the predictions of all tokens,
-    else only of its own.
+    Tokens are padded to a `multiple` of the number of ranks. Every rank gets the predictions of all tokens, and the
+    hidden states of its own.
     """
     packed = packed.padded(-(-len(packed.input_ids) // multiple) * multiple)
     group = groups.tokens
@@ -177,7 +177,9 @@ def predict_own_tokens(
     own = torch.arange(first, first + count, device=packed.input_ids.device)
     local = replace(packed.select(own), context=ShardedAttention(packed.attention(), groups))
     found = predict(local, *objective)
-    for name, values in found.items() if join else ():
+    for name, values in found.items():
+        if name == HIDDEN:
+            continue
         # Ranks have different numbers of predictions.
         places = packed.row_ends if name == "scores" else packed.predictors
         counts = (places // count).bincount(minlength=group.size()).tolist()

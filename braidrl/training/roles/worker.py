@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from braidrl.algorithms.ragged import Ragged
@@ -32,7 +30,7 @@ from braidrl.config import Config
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.data.token_columns import ROUTED_EXPERTS
-from braidrl.errors import UserError, first_line
+from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
@@ -41,7 +39,7 @@ from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBac
 from braidrl.training.balance import RouterBalance, router_predictions
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
-from braidrl.training.compute.packed import HAS_ENTRIES, Packed, pack, plan_shared, saves_enough
+from braidrl.training.compute.packed import HAS_ENTRIES, HIDDEN, Packed, pack, plan_shared, saves_enough
 from braidrl.training.compute.rope import RopeLengths
 from braidrl.training.decoders.body import (
     PACKED,
@@ -53,13 +51,12 @@ from braidrl.training.decoders.body import (
 )
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.images import ModelImages, images_of
-from braidrl.training.decoders.routing import Routing, routed, use_routing
+from braidrl.training.decoders.routing import Routing, number_routers, routed, use_routing
 from braidrl.training.loading import load_decoder, load_scorer, load_vision
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.role_settings import merges_adapters, settings_of
 from braidrl.training.roles import checkpoint
 from braidrl.weights.boxes import pattern_of
@@ -106,11 +103,7 @@ class RoleWorker(ShardedBackend):
         if self.lora:
             lora.add_adapters(self.model, self.lora, self.config.seed)
             if self.lora.adapter:
-                path = self.lora.adapter.expanduser() / ADAPTER_WEIGHTS
-                try:
-                    lora.start_from(self.model, load_file(path), path)
-                except (OSError, SafetensorError) as error:
-                    raise UserError(f"lora.adapter: {path} cannot be read ({first_line(error)})") from error
+                lora.start_from(self.model, self.lora.adapter.expanduser() / ADAPTER_WEIGHTS)
             for module in list(self.model.modules()) if self.lora.base_dtype else ():
                 if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
                     module.base_layer = lora.FourBitLinear(base)
@@ -121,8 +114,10 @@ class RoleWorker(ShardedBackend):
         self.balance = RouterBalance(self.model, balance, self.ranks) if balance is not None else None
         self.step_metrics: dict[str, float] = {}
         """Metrics of the last optimizer step by name."""
+        # Before pipeline ranks drop layers.
+        number_routers(self.model)
         # All pipeline ranks but the last pass hidden states on.
-        predict = self.predict if self.ranks.has_predictions else lambda p, *_: {HIDDEN: self.hidden_states(p)[None]}
+        predict = self.predict if self.ranks.has_predictions else self.pass_on
         reader = ParameterReader(self.path, self.model, self.ranks.expert_boxes(self.model), files)
         self.compute = self.ranks.parallelize(self.model, predict, reader)
         # Only after sharding: the full model may be too large for one device.
@@ -168,10 +163,12 @@ class RoleWorker(ShardedBackend):
     def routing(self, packed: Packed, is_watched: bool) -> Routing | None:
         """Return the routing of a forward pass that replays routes or whose routers are watched, else None."""
         routes = packed.per_token.get(ROUTED_EXPERTS)
+        mesh = self.ranks.mesh["tensor"] if self.ranks.mesh is not None and self.ranks.layout.tensor > 1 else None
+        kept: dict[str, Any] = {"keeps_logits": is_watched, "tokens": len(packed.input_ids), "mesh": mesh}
         if routes is None or routes.dim() != 3:
-            return Routing(keeps_logits=True) if is_watched else None
+            return Routing(**kept) if is_watched else None
         use_routing(self.model)
-        return Routing(routes, packed.per_token[HAS_ENTRIES], keeps_logits=is_watched)
+        return Routing(routes, packed.per_token[HAS_ENTRIES], **kept)
 
     def hidden_states(self, packed: Packed, routing: Routing | None = None) -> Tensor:
         """Return the output of this rank's last layer for each packed token, (N, D)."""
@@ -180,6 +177,15 @@ class RoleWorker(ShardedBackend):
                 return self.images.run_packed(packed)[0]
             ids = packed.input_ids[None] if packed.hidden is None else None
             return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
+
+    def pass_on(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        """Compute hidden states for the next pipeline rank, and with an objective what the balance of this rank's
+        routers needs.
+        """
+        routing = self.routing(packed, objective is not None and self.balance is not None)
+        hidden = self.hidden_states(packed, routing)[None]
+        of_routers = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
+        return {HIDDEN: hidden, **of_routers}
 
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference.
@@ -284,22 +290,26 @@ class RoleWorker(ShardedBackend):
                 predicted: dict[str, Tensor],
                 term: Objective | Likelihood = term,
                 batches: list[MicroBatch] = batches,
-            ) -> Tensor:
+            ) -> Tensor | None:
                 batch = batches[number]
                 if not batch.numbers:
                     # A zero loss over every output, so that all ranks run the same collectives.
                     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
-                of_routers = dict[str, Tensor]()
+                offsets, metrics = batch.packed.offsets, dict[str, Tensor]()
                 if self.balance is not None:
-                    predicted, of_routers = self.balance.observe(predicted, batch.packed.offsets)
-                losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
-                metrics |= of_routers
-                loss = losses[term.denominator]
-                if self.ranks.is_reporting_rank:
+                    predicted, of_routers = self.balance.observe(predicted, offsets)
+                    self.balance.report(sums, self.role, of_routers)
+                if self.ranks.has_predictions:
+                    losses, metrics = term.sums(batch.rows, offsets, predicted)
+                else:
+                    losses = term.router_sums(batch.rows, offsets, predicted) if isinstance(term, Objective) else {}
+                loss = losses.get(term.denominator)
+                if loss is not None and self.ranks.is_first_of_stage:
                     total = float(loss.detach())
                     totals[term.denominator] = totals.get(term.denominator, 0.0) + total
                     if not math.isfinite(total):
-                        self._nonfinite.append(nonfinite_tokens(batch.rows, batch.packed.offsets, predicted))
+                        self._nonfinite.append(nonfinite_tokens(batch.rows, offsets, predicted))
+                if self.ranks.is_reporting_rank:
                     sums.add_per_token(self.role, metrics)
                     if advance:
                         advance(len(batch.rows) if term is objective else 0, len(batch.packed.input_ids))
@@ -345,7 +355,7 @@ class RoleWorker(ShardedBackend):
         """
         self.ranks.reshard(self.model)
         if adapters_alone:
-            return weight_parts(lora.adapters_of(dict(self.model.named_parameters())))
+            return lora.adapter_parts(self.model)
         return weight_parts(lora.plain_names(self.model, self.model.state_dict(keep_vars=True)))
 
     def bytes_of(self, part: str) -> int:
@@ -439,7 +449,7 @@ class RoleWorker(ShardedBackend):
         kept, shapes = dict(self.model.named_parameters()), self.shapes
         if self.lora:
             kept, shapes = lora.adapters_of(kept), lora.adapters_of(shapes)
-            saved = load_file(folder / lora.ADAPTER / ADAPTER_WEIGHTS)
+            saved = lora.read_adapters(folder / lora.ADAPTER / ADAPTER_WEIGHTS, shapes)
         elif not self.ranks.is_sharded:
             saved = dict(self.load_model(folder).named_parameters())
         else:

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from braidrl.cluster.world import World
 from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Rows
+from braidrl.data.token_columns import ROUTED_EXPERTS
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
@@ -42,6 +44,8 @@ from tests.training.activations import kept_bytes
 
 OBJECTIVE: dict[str, Any] = {"loss": "clip", "aggregate": "token-mean", "entropy_coef": 0.01}
 Found = dict[str, torch.Tensor]
+Targets = tuple[str, ...]
+EXPERT_ADAPTERS: Targets = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
 
 
 def make_rows(prompt: int = 0) -> Rows:
@@ -95,30 +99,54 @@ def own_rows(rows: Rows, world: World) -> torch.Tensor:
     return (owner == world.rank).nonzero().flatten()
 
 
-def one_step(worker: RoleWorker, mine: torch.Tensor, iteration: int = 1, prompt: int = 0) -> Found:
+def with_routes(rows: Rows, model: Any) -> Rows:
+    """Return rows with experts of a mixture to replay, which its routers would not choose."""
+    config, lengths = model.config, rows["length"] - 1
+    draw = torch.Generator().manual_seed(6)
+    scores = torch.rand(int(lengths.sum()), config.num_hidden_layers, config.num_experts, generator=draw)
+    routes = scores.topk(config.num_experts_per_tok).indices.to(torch.uint8)
+    return rows.with_columns({ROUTED_EXPERTS: Ragged.from_lengths(routes, lengths)})
+
+
+def one_step(
+    worker: RoleWorker,
+    mine: torch.Tensor,
+    iteration: int = 1,
+    prompt: int = 0,
+    replays: bool = False,
+    sums: Sums | None = None,
+) -> Found:
     """Return log-probs of own rows, then the results of one optimizer step on all rows: norm, Adam's gradients,
-    weights.
+    weights, loads of experts.
     """
     rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
-    own = rows.take(mine)
+    if replays:
+        rows, objective = with_routes(rows, worker.model), replace(objective, replays=True)
+    own, sums = rows.take(mine), Sums() if sums is None else sums
     found = {"log_probs": worker.forward("log_probs", own).values}
     half = len(own) // 2
     for part in (own.take(list(range(half))), own.take(list(range(half, len(own))))):
-        worker.forward_backward(objective, part, Sums())
+        worker.forward_backward(objective, part, sums)
     norm = worker.optim_step({"tokens": denominators(rows)["tokens"]}, iteration)
     assert norm is not None and worker.optimizer is not None
     found["norm"] = torch.tensor(norm, dtype=torch.float64)
+    found |= {name: torch.tensor(load) for name, load in worker.step_metrics.items()}
     found |= {f"state {name}": full_tensor(t) for name, t in divided_state(worker.optimizer).items()}
     return found | {f"weight {name}": tensor.clone() for name, tensor in worker.full_state_dict().items()}
 
 
 @cache
-def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0, trainer: str = "{}") -> Found:
-    """Return the results of the last of several steps of one process on all rows; `trainer` has settings in JSON."""
+def alone(
+    model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0, trainer: str = "{}", replays: bool = False
+) -> Found:
+    """Return the results of the last of several steps of one process on all rows, and its metrics' means; `trainer` has
+    settings in JSON.
+    """
     worker = RoleWorker(BackendSpec("actor", config_of(model, dtype=dtype, **json.loads(trainer)), train=True))
     for iteration in range(1, steps + 1):
-        found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt)
-    return found
+        sums = Sums()
+        found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt, replays, sums)
+    return found | {f"mean {name}": torch.tensor(mean) for name, mean in sums.means().items()}
 
 
 def differences(
@@ -132,7 +160,7 @@ def differences(
     limit, left_out = (limit, ()) if dtype == "float64" else (1e-4, ("weight",))
     # A pipeline stage has the gradients of its own layers; weights are compared as a whole.
     assert found.keys() <= wanted.keys()
-    assert all(name.startswith("state") for name in wanted.keys() - found.keys())
+    assert all(name.startswith(("state", "mean")) for name in wanted.keys() - found.keys())
     return [
         f"{name} by {float((tensor.double() - wanted[name].double()).abs().max()):.1e}"
         for name, tensor in found.items()
@@ -171,12 +199,18 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
             worker, world.size
         )
         found[name] = of_all_ranks(world, differing)
-    for name, (model, layout, trainer) in task.get("stepped", {}).items():
+    for name, case in task.get("stepped", {}).items():
         world.at(name)
-        found[name] = of_all_ranks(world, three_steps(world, model, layout, trainer))
+        found[name] = of_all_ranks(world, three_steps(world, *case))
     for name, (model, layouts) in task.get("experts", {}).items():
         world.at(name)
         found[name] = of_all_ranks(world, divided_experts(world, model, layouts, Path(task["folder"], name)))
+    saved = list[Path]()
+    for model, layout in task.get("adapted", []):
+        world.at(f"adapters under {layout}")
+        saved.append(Path(task["folder"], f"adapted-{len(saved)}"))
+        differing = adapted_steps(world, model, layout, saved[-2:], EXPERT_ADAPTERS, limit=1e-9)
+        found[f"adapters under {layout}"] = of_all_ranks(world, differing)
     for model, layout, prompt in task.get("shared", []):
         found[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
     for model, layout in task.get("kept", []):
@@ -199,13 +233,19 @@ def of_all_ranks(world: World, differing: list[str]) -> list[str]:
     return [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
 
 
-def three_steps(world: World, model: str, layout: dict[str, Any], trainer: dict[str, Any]) -> list[str]:
+def three_steps(
+    world: World, model: str, layout: dict[str, Any], trainer: dict[str, Any], replays: bool = False
+) -> list[str]:
     """Return the differences from a single process after three steps with settings of `trainer`."""
     mine, config = own_rows(make_rows(), world), config_of(model, layout, **trainer)
     worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     for iteration in range(1, 4):
-        found = one_step(worker, mine, iteration)
-    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer)), mine, limit=1e-9)
+        sums = Sums()
+        found = one_step(worker, mine, iteration, replays=replays, sums=sums)
+    parts = world.gather("metrics", json.dumps(sums.pairs()).encode())
+    means = Sums().merge(*(Sums(json.loads(bytes(part))) for part in parts)).means()
+    found |= {f"mean {name}": torch.tensor(mean) for name, mean in means.items()}
+    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer), replays=replays), mine, limit=1e-9)
 
 
 def divided_experts(world: World, model: str, layouts: list[dict[str, Any]], folder: Path) -> list[str]:
@@ -507,33 +547,43 @@ def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], fo
 def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
     """Return differences of adapters from a single process in each layout, directly and after a resume."""
     torch.set_num_threads(1)
-    found = {}
+    found, folders = {}, [Path(task["folder"], "alone")]
     for number, layout in enumerate(task["layouts"]):
         world.at(str(layout))
-        config = adapted_config(task["model"], layout)
-        mine, folder = own_rows(make_rows(), world), Path(task["folder"], f"saved-{number}")
-        worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
-        differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
-        worker.export(folder, world.first)
-        world.gather("saved", b"")
+        folders.append(Path(task["folder"], f"saved-{number}"))
         # The state saved by this layout, by the previous one, and by one process.
-        for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
-            again = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
-            again.load(saved)
-            differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
-        found[str(layout)] = of_all_ranks(world, differing)
+        found[str(layout)] = of_all_ranks(world, adapted_steps(world, task["model"], layout, folders[-2:]))
     return found
 
 
-def adapted_config(model: str, layout: dict[str, Any] | None = None) -> Config:
-    config = config_of(model, layout)
-    trainer = config.trainer.model_copy(update={"lora": LoraConfig(rank=4, alpha=6.0), "learning_rate": 1e-2})
+def adapted_steps(
+    world: World, model: str, layout: dict[str, Any], folders: list[Path], targets: Targets = (), limit: float = 1e-7
+) -> list[str]:
+    """Return differences of a step of adapters from a single process, and after a resume from each folder that exists,
+    the last of which is written here.
+    """
+    config, mine = adapted_config(model, layout, targets), own_rows(make_rows(), world)
+    worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
+    differing = differences(one_step(worker, mine), alone_adapted(model, 1, targets), mine, limit=limit)
+    worker.export(folders[-1], world.first)
+    world.gather("saved", b"")
+    for saved in folders:
+        again = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
+        again.load(saved)
+        differing += differences(one_step(again, mine, 2), alone_adapted(model, 2, targets), mine, limit=limit)
+    return differing
+
+
+def adapted_config(model: str, layout: dict[str, Any] | None = None, targets: Targets = ()) -> Config:
+    config, own = config_of(model, layout), {"targets": targets} if targets else {}
+    lora = LoraConfig(rank=4, alpha=6.0, **own)
+    trainer = config.trainer.model_copy(update={"lora": lora, "learning_rate": 1e-2})
     return config.model_copy(update={"trainer": trainer})
 
 
 @cache
-def alone_adapted(model: str, steps: int) -> Found:
-    worker = RoleWorker(BackendSpec("actor", adapted_config(model), train=True))
+def alone_adapted(model: str, steps: int, targets: Targets = ()) -> Found:
+    worker = RoleWorker(BackendSpec("actor", adapted_config(model, targets=targets), train=True))
     for iteration in range(1, steps + 1):
         found = one_step(worker, torch.arange(len(make_rows())), iteration)
     return found

@@ -40,9 +40,26 @@ LAYOUTS: dict[int, dict[str, list[dict[str, Any]]]] = {
 """Layouts by name: the first of each list trains and saves, and the others resume."""
 BALANCE = {"balance": {"auxiliary": 0.3, "z": 0.1}}
 BALANCED: dict[int, list[dict[str, Any]]] = {
-    2: [EXPERT, {**EXPERT, "sequence": 2, "shard": "full"}],
-    4: [{"expert": 4, "context": 2, "shard": "full"}],
+    2: [{**EXPERT, "sequence": 2, "shard": "full"}, {**EXPERT, "tensor": 2}, {"pipeline": 2}],
+    4: [
+        EXPERT,
+        {"expert": 4, "context": 2, "shard": "full"},
+        {"pipeline": 2, "tensor": 2},
+        {"pipeline": 2, "sequence": 2, **EXPERT},
+    ],
 }
+"""Layouts with losses of routers, in which all ranks replay routes that no router would choose."""
+ADAPTED: dict[int, list[dict[str, Any]]] = {
+    2: [EXPERT],
+    4: [
+        {**EXPERT, "shard": "full"},
+        {"expert": 4, "tensor": 2},
+        {"tensor": 2, "shard": "full"},
+        {**EXPERT, "pipeline": 2},
+        {},
+    ],
+}
+"""Layouts of adapters on experts: each resumes from the one before."""
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +74,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_ranks_that_share_experts_give_the_result_of_one_process(mixture: str, size: int, tmp_path: Path) -> None:
     cases = {name: (mixture, layouts) for name, layouts in LAYOUTS[size].items()}
-    balanced = {f"balance under {layout}": (mixture, layout, BALANCE) for layout in BALANCED[size]}
+    balanced = {f"balance under {layout}": (mixture, layout, BALANCE, True) for layout in BALANCED[size]}
+    adapted = {f"adapters under {layout}": (mixture, layout) for layout in ADAPTED[size]}
     task = {"cases": {}, "experts": cases, "stepped": balanced, "folder": str(tmp_path)}
+    task["adapted"] = list(adapted.values())
     found = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
-    assert found == {name: [] for name in (*cases, *balanced)}
+    assert found == {name: [] for name in (*cases, *balanced, *adapted)}
 
 
 def test_an_expert_axis_that_divides_no_devices_is_refused_in_one_line() -> None:
