@@ -21,7 +21,7 @@ from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError
 from braidrl.importing import relative_to, source_of
 from braidrl.sandbox.answers import Message
-from braidrl.sandbox.hosts import CodeHost, HostSession
+from braidrl.sandbox.hosts import CodeHost, HostedCode, HostSession
 
 ANSWER_BYTES = 1 << 20
 """The longest answer of an environment in a turn."""
@@ -132,21 +132,21 @@ class EnvironmentHosts:
                     file = next((word.resolve() for word in words if word.is_file()), None)
                 else:
                     file = source_of(own.removeprefix(prefix))
-                answers = 1 if agent else settings.max_turns + len(("make", "reset", "close"))
-                self._hosts[name] = CodeHost(
+                hosted = HostedCode(
                     "environment",
                     "braidrl.agents.environments:answerer",
-                    {"name": own, "params": settings.params},
                     "rollout.environment",
                     settings,
-                    settings.variables,
-                    settings.python,
-                    settings.timeout_s,
-                    answers,
-                    ANSWER_BYTES,
+                    arguments={"name": own, "params": settings.params},
+                    variables=settings.variables,
+                    python=settings.python,
+                    seconds=settings.timeout_s,
+                    answers=1 if agent else settings.max_turns + len(("make", "reset", "close")),
+                    answer_bytes=ANSWER_BYTES,
                     file=file,
                     agent=agent,
                 )
+                self._hosts[name] = CodeHost(hosted)
             host = self._hosts[name]
         if found := host.load(None):
             host.kill()

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from braidrl.importing import source_of
 from braidrl.rewards.verifier import Completion, Verifier, call
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.answers import DETAIL_LENGTH, NAME, Message
-from braidrl.sandbox.hosts import CodeHost, HostSession, check_walls
+from braidrl.sandbox.hosts import CodeHost, HostedCode, HostSession, check_walls
 
 ENTRY = "braidrl.rewards.verifier:checks"
 MOST_IN_FLIGHT = 64
@@ -83,10 +83,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
         places = settings.processes or 1
-        self._host = partial(
-            CodeHost, "verifier", ENTRY, {}, "reward", settings, settings.environment, seconds=settings.timeout_s
+        self._verifier = HostedCode(
+            "verifier", ENTRY, "reward", settings, variables=settings.environment, seconds=settings.timeout_s
         )
-        self._one_by_one = [self._host(trusted=True) for _ in range(places)]
+        self._one_by_one = [CodeHost(replace(self._verifier, trusted=True)) for _ in range(places)]
         self._idle = list(self._one_by_one)
         self._places = asyncio.Semaphore(places)
         self._hosts: dict[str, CodeHost] = {}
@@ -114,7 +114,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 # Of Braid's own verifiers only `code` runs foreign code.
                 isolated = settings.sandbox != "none" and (not is_built_in or verifier.name == "code")
                 if isolated:  # it needs a host of its own, with the code as it is now
-                    self._hosts[key] = self._host(file=None if is_built_in else source_of(verifier.name))
+                    file = None if is_built_in else source_of(verifier.name)
+                    self._hosts[key] = CodeHost(replace(self._verifier, file=file))
                 self._calls[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
             if self._closed:
                 raise RuntimeError("the reward pool is closed")

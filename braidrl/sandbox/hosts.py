@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -134,65 +134,76 @@ class HostSession:
         self._host.sessions.discard(self)
 
 
+@dataclass(frozen=True)
+class HostedCode:
+    """What a process of untrusted code imports, and what its sessions may use.
+
+    `entry` is the `module:function`, called with `arguments`, that returns an `answers.Answerer`; `key` is the section
+    of `settings` in the configuration.
+    """
+
+    name: str
+    entry: str
+    key: str
+    settings: SandboxConfig
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    variables: Sequence[str] = ()
+    """Names of environment variables that the process inherits."""
+    python: Path | None = None
+    """The interpreter; None for this one."""
+    seconds: float = 0.0
+    """The time for one answer."""
+    answers: int = 1
+    """The most answers of a session."""
+    answer_bytes: int = 1 << 16
+    """The most bytes of an answer."""
+    file: Path | None = None
+    """The user's code."""
+    agent: bool = False
+    """Whether it calls an endpoint over the host's network."""
+    trusted: bool = False
+    """Whether it is Braid's own code, which needs no sandbox."""
+
+
 class CodeHost:
     """A process that has imported untrusted code; it is restarted if it has ended."""
 
-    def __init__(
-        self,
-        name: str,
-        entry: str,
-        arguments: Mapping[str, Any],
-        key: str,
-        settings: SandboxConfig,
-        variables: Sequence[str] = (),
-        python: Path | None = None,
-        seconds: float = 0.0,
-        answers: int = 1,
-        answer_bytes: int = 1 << 16,
-        file: Path | None = None,
-        agent: bool = False,
-        trusted: bool = False,
-    ) -> None:
-        """Describe the process without starting it.
-
-        `entry` is the `module:function`, called with `arguments`, that returns an `answers.Answerer`; `key` is the
-        section of `settings` in the configuration, `file` the user's code. A session has at most so many `answers`,
-        each of `answer_bytes` and within `seconds`. An `agent` calls an endpoint over the host's network;
-        `trusted` code is
-        Braid's own and needs no sandbox.
-        """
-        self.name, self.entry, self.arguments, self.settings = name, entry, arguments, settings
-        self.variables, self.agent = variables, agent
-        mode = "none" if trusted else settings.sandbox
+    def __init__(self, hosted: HostedCode) -> None:
+        """Describe the process without starting it. Raises UserError if there is no such interpreter or sandbox."""
+        self.hosted, self.settings = hosted, hosted.settings
+        settings, key = hosted.settings, hosted.key
+        mode = "none" if hosted.trusted else settings.sandbox
         self.isolated, self.strict = mode != "none", mode == "bubblewrap"
-        memory = int(settings.memory_gib * 2**30)
-        self.limits = SandboxLimits(seconds, seconds * answers, memory, settings.max_processes, answer_bytes)
-        self.python = shutil.which(python or sys.executable)
+        memory, seconds = int(settings.memory_gib * 2**30), hosted.seconds
+        self.limits = SandboxLimits(
+            seconds, seconds * hosted.answers, memory, settings.max_processes, hosted.answer_bytes
+        )
+        self.python = shutil.which(hosted.python or sys.executable)
         if self.python is None:
-            raise UserError(f"{key}.python: {python} is no interpreter that can be run")
+            raise UserError(f"{key}.python: {hosted.python} is no interpreter that can be run")
         check_walls(key, settings)
-        self.code = CodeFiles.beside(file) if self.isolated else CodeFiles()
+        self.code = CodeFiles.beside(hosted.file) if self.isolated else CodeFiles()
         self.loaded, self.sessions = set[Any](), set[HostSession]()
         self.process: Spawned | None = None
         self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False
 
     def _spawned(self) -> Spawned:
         assert self.python is not None
-        inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
+        inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.hosted.variables)
         limits = self.limits if self.isolated else None
         environment, wrapper, descriptors = dict[str, str](), list[str](), list[int]()
         if limits is not None and not walls_missing(self.strict):
             wrapper, descriptors, fresh, kept = view(self.strict, self.python, self.code)
-            limits = replace(self.limits, fresh=fresh, kept=kept, network=self.agent or not self.strict)
+            limits = replace(self.limits, fresh=fresh, kept=kept, network=self.hosted.agent or not self.strict)
         # Models' programs run only in the strict sandbox, or if the user insists.
         if (self.strict and wrapper) or self.settings.run_programs_without_walls:
             environment[PROGRAMS] = "1"
-        if limits is not None and ARENAS not in self.variables:
+        if limits is not None and ARENAS not in self.hosted.variables:
             # By default glibc reserves 512 MiB of address space per core: threads then fail before their limit is
             # reached.
             environment[ARENAS] = "8"
         spec = ProcessSpec(
-            self.name,
+            self.hosted.name,
             "braidrl.sandbox.host:main",
             python=self.python,
             environment=environment,
@@ -203,7 +214,11 @@ class CodeHost:
         process = Spawned(spec)
         for descriptor in descriptors:
             os.close(descriptor)
-        asked: dict[str, Any] = {"entry": self.entry, "arguments": self.arguments, "limits": limits and asdict(limits)}
+        asked: dict[str, Any] = {
+            "entry": self.hosted.entry,
+            "arguments": self.hosted.arguments,
+            "limits": limits and asdict(limits),
+        }
         asked["seconds"] = self.limits.seconds
         self.loaded.clear()
         with contextlib.suppress(OSError):  # the first session notices a process that has ended
@@ -259,7 +274,7 @@ class CodeHost:
 
     def listener(self) -> socket.socket | None:
         """Return the socket in the host's network on which an endpoint must serve; None if it is the run's network."""
-        if not (self.agent and self.strict) or walls_missing(strict=True):
+        if not (self.hosted.agent and self.strict) or walls_missing(strict=True):
             return None
         with self._line() as line:
             line.send(LISTEN)
