@@ -18,6 +18,10 @@ JOINED = re.compile(r"[\s$]*(,|;|\band\b|\bor\b|\\text\{\s*(and|or)\s*\})[\s$]*(
 
 BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\{,\}|\\thinspace|[\u2009\u202f\u00a0])(?=\d{3}(?!\d))")
 """Spaces and commas that LaTeX writes between thousands."""
+REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+"""A decimal whose last digits repeat."""
+BASE = re.compile(r"[\s$]*[-+]?[\d.,\s]*\d\s*_\s*\{?\s*(\d+)\s*\}?[\s$.]*")
+"""A number in another base, which math-verify reads without its base."""
 POINTS = [sympy.Rational(n, 7) for n in (3, 16, 38, -5, -19, 2)]
 AGREE, SMALL = 1e-9, 1e-3
 """Relative difference of equal numbers that are exact, and the size below which it is asked for."""
@@ -38,7 +42,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
         if not answer:
             raise ValueError("the reference answer is an empty list")
         return any(equivalent(response, one, boxed=boxed) for one in answer)
-    response, text = BETWEEN_DIGITS.sub("", response), BETWEEN_DIGITS.sub("", str(answer).strip())
+    response, text = readable(response), readable(str(answer).strip())
     marked = re.search(r"\\boxed|(?<!\\)\$|\\\[|\\\(", text)
     # Without delimiters only plain numbers are found: 2 in 2\sqrt{3}.
     gold = parse(text if marked else f"\\boxed{{{text}}}", parsing_timeout=None)
@@ -59,6 +63,23 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
     return any(equal(gold, parse(one, parsing_timeout=None)) for one in given)
 
 
+def readable(text: str) -> str:
+    """Return a text with its thousands joined, and its repeating decimals as fractions."""
+
+    def fraction(found: re.Match[str]) -> str:
+        before, after, again = found.groups()
+        below = 10 ** len(after) * (10 ** len(again) - 1)
+        return rf"\frac{{{int(before + after + again) - int(before + after or 0)}}}{{{below}}}"
+
+    return REPEATING.sub(fraction, BETWEEN_DIGITS.sub("", text))
+
+
+def base_of(parsed: Any) -> str | None:
+    """Return the base that a parsed number was written in; None if it has none."""
+    found = BASE.fullmatch(parsed[-1]) if parsed and isinstance(parsed[-1], str) else None
+    return found and found[1]
+
+
 def alternatives(answer: Any) -> Any:
     """Return the right answers of a list, or of a list of texts in JSON; any other answer unchanged."""
     if isinstance(answer, str) and re.match(r'\s*\[\s*"', answer):
@@ -73,8 +94,10 @@ def equal(gold: Any, given: Any) -> bool:
     """Return whether two parsed answers are equal.
 
     math-verify rounds numbers to six decimals, so exact ones must agree relatively too; and it takes a symbol for any
-    complex number, so expressions are also compared where both are real.
+    complex number, so expressions are also compared where both are real. Numbers in two bases differ.
     """
+    if len({base_of(gold), base_of(given)} - {None}) > 1:
+        return False
     one, other = (parts[0] if parts and isinstance(parts[0], sympy.Expr) else None for parts in (gold, given))
     right = verify(gold, given, timeout_seconds=None)
     if one is None or other is None:
@@ -82,7 +105,7 @@ def equal(gold: Any, given: Any) -> bool:
     if right:
         exact = all(part.is_number and not part.has(sympy.Float) for part in (one, other))
         return not exact or not all(map(is_small, (one, other))) or near(one, other)
-    return equal_where_real(one, other)
+    return equal_complex(one, other) or equal_where_real(one, other)
 
 
 def is_small(number: Any) -> bool:
@@ -94,6 +117,13 @@ def near(one: Any, other: Any) -> bool:
     """Return whether two numbers agree to a relative difference of `AGREE`."""
     one, other = one.doit(), other.doit()
     return bool(one == other or (abs(sympy.N(one - other, 15)) <= AGREE * abs(sympy.N(one, 15))) == True)  # noqa: E712
+
+
+def equal_complex(one: Any, other: Any) -> bool:
+    """Return whether two expressions, of which one has the letter i, are one complex number."""
+    units = {symbol: sympy.I for symbol in one.free_symbols | other.free_symbols if symbol.name == "i"}
+    one, other = one.subs(units), other.subs(units)
+    return bool(units) and one.is_number and other.is_number and near(one, other)
 
 
 def equal_where_real(one: Any, other: Any) -> bool:
