@@ -19,7 +19,7 @@ from typing import Any
 from braidrl.rewards.cases import Asserted, asserting, parsed
 from braidrl.rewards.crossing import Foreign
 from braidrl.rewards.pytest_forms import Pytest, calls_of
-from braidrl.rewards.subjects import named_under_test
+from braidrl.rewards.subjects import PLACEHOLDERS, ImportsOfProgram, named_under_test
 
 MODULE = "braid_test"
 """The name of a test's module, by which its own classes are known."""
@@ -40,8 +40,9 @@ def runs(case: Asserted, peer: Any) -> bool:
 
     Raises ValueError for a test that cannot be used, and Stopped.
     """
-    tree, marked = parsed(case.text), peer.raised_by_program
-    names = peer.names = Names(tree, case.entry, peer.ask)
+    imports, marked = ImportsOfProgram(parsed(case.text)), peer.raised_by_program
+    tree, names = imports.tree, Names(imports, case.entry, peer.ask)
+    peer.names = names
     called = {
         node.value.func.id
         for node in tree.body
@@ -79,11 +80,12 @@ def runs(case: Asserted, peer: Any) -> bool:
 class Names(dict[str, Any]):
     """The names in a test: its own, Python's, and those under test."""
 
-    def __init__(self, tree: ast.Module, entry: str, ask: Callable[..., Any]) -> None:
+    def __init__(self, imports: ImportsOfProgram, entry: str, ask: Callable[..., Any]) -> None:
         """Raises ValueError if the test believes a name that only the program defines."""
         super().__init__()
+        self.imports = imports
         self.ask, self.entry, self.asserted, self.foreign = ask, entry, 0, False
-        self.subjects, known = named_under_test(tree, entry)
+        self.subjects, known = named_under_test(imports.tree, entry, imports.names)
         self.pytest = Pytest()
         own = {"__import__": self.imported, "isinstance": self.is_instance}
         self.update(known, __name__=MODULE, __builtins__=vars(builtins) | own)
@@ -105,7 +107,11 @@ class Names(dict[str, Any]):
         try:
             found = self.ask("name", None, name)
         except KeyError:
-            return None
+            module = self.imports.names.get(name, "")
+            if module.partition(".")[0] in ("", *PLACEHOLDERS):
+                return None
+            reason = f"a test cannot run here: no module {module!r}, and the program defines no {name}"
+            raise Stopped(ValueError(reason)) from None
         if not isinstance(found, Foreign | type):
             raise Stopped(ValueError(f"the test uses {name}, a value that only the program defines"))
         self.foreign = True
@@ -115,7 +121,12 @@ class Names(dict[str, Any]):
         self.asserted += 1
 
     def imported(self, name: str, *details: Any) -> Any:
-        return self.pytest if name == "pytest" else builtins.__import__(name, *details)
+        if name == "pytest":
+            return self.pytest
+        module = builtins.__import__(name, *details)
+        if name == "asyncio":
+            setattr(module, "run", run_awaitable)  # noqa: B010 (it is not this module's)
+        return module
 
     def is_instance(self, value: Any, kind: Any) -> bool:
         return isinstance(value._plain() if isinstance(value, Foreign) and isinstance(kind, type) else value, kind)
@@ -190,6 +201,17 @@ def candidate(names: Names) -> Any:
         names.entry = str(functions[0])
         names.subjects |= {names.entry}
     return names["candidate"] if "candidate" not in names else names[names.entry]
+
+
+def run_awaitable(awaitable: Any, **_: Any) -> Any:
+    """Do what `asyncio.run` does, with a coroutine of the program too."""
+    import asyncio
+
+    async def whole() -> Any:
+        return await awaitable
+
+    with asyncio.Runner() as runner:
+        return runner.run(whole())
 
 
 def awaited(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -395,6 +395,9 @@ def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
 ASKED = "len str repr getitem setitem delitem contains reversed int float index abs neg pos invert round enter format"
 OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 COMPARISONS = "eq ne lt le gt ge"
+DOCUMENTED = property(lambda value: value._peer.ask("attribute", value, "__doc__"))
+"""What a value's own documentation is; a class would answer with its own."""
+setattr(Foreign, "__doc__", DOCUMENTED)  # noqa: B010 (types know it as a text)
 for _name in ASKED.split():
     setattr(Foreign, f"__{_name}__", special(f"__{_name}__"))
 for _name in OPERATORS.split():

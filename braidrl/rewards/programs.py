@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from braidrl.errors import printable
 from braidrl.rewards.assertions import MODULE, Stopped, runs
 from braidrl.rewards.cases import Asserted, Called, Printed, cases_of
-from braidrl.rewards.crossing import ASKED, COMPARISONS, OPERATORS, Foreign, Peer
+from braidrl.rewards.crossing import ASKED, COMPARISONS, DOCUMENTED, OPERATORS, Foreign, Peer
 from braidrl.rewards.verifiers import Score
 from braidrl.sandbox.copies import PROGRAMS
 
@@ -319,6 +319,7 @@ def comparing(name: str) -> Any:
     return compared
 
 
+setattr(Kept, "__doc__", DOCUMENTED)  # noqa: B010 (types know it as a text)
 for _name in COMPARISONS.split():
     setattr(Kept, f"__{_name}__", comparing(f"__{_name}__"))
 

@@ -6,8 +6,9 @@ A test that lets a function of the program judge what another one returned is re
 import ast
 import builtins
 import importlib
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 STANDARD = (
@@ -30,14 +31,78 @@ STANDARD = (
 )
 """Modules whose names tests use without an import, since the solution of their data set has it."""
 ALIASES = {"np": "numpy", "numpy": "numpy"}
+PLACEHOLDERS = (
+    "solution",
+    "solutions",
+    "my_solution",
+    "your_solution",
+    "your_module",
+    "my_module",
+    "program",
+    "main",
+    "module",
+    "submission",
+    "answer",
+    "implementation",
+    "candidate",
+)
+"""Names by which tests import what a response defines; a program without the imported name is wrong."""
 ASSERTS = ("assertTrue", "assertFalse", "bool")
 
 
-def named_under_test(tree: ast.Module, entry: str) -> tuple[set[str], dict[str, Any]]:
+class ImportsOfProgram(ast.NodeTransformer):
+    """Turns what a test imports from a module that is nowhere, as in `from solution import f`, into names of the
+    program.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.names = dict[str, str]()
+        """The module of each name."""
+        plain = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
+        self.modules = {
+            alias.asname or alias.name: alias.name for node in plain for alias in node.names if is_nowhere(alias.name)
+        }
+        self.tree = ast.fix_missing_locations(self.visit(tree))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        """Return the assignments of names that are imported as others."""
+        module = node.module or ""
+        if not node.level and not is_nowhere(module):
+            return node
+        named = [alias for alias in node.names if alias.name != "*"]
+        self.names |= {alias.name: module for alias in named}
+        others = [alias for alias in named if alias.asname]
+        made: list[ast.stmt] = [
+            ast.Assign([ast.Name(str(alias.asname), ast.Store())], ast.Name(alias.name, ast.Load())) for alias in others
+        ]
+        return made or ast.Pass()
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        """Return the import without the modules that are nowhere."""
+        node.names = [alias for alias in node.names if (alias.asname or alias.name) not in self.modules]
+        return node if node.names else ast.Pass()
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        """Return the name of what is an attribute of such a module."""
+        self.generic_visit(node)
+        if not isinstance(node.value, ast.Name) or node.value.id not in self.modules:
+            return node
+        self.names[node.attr] = self.modules[node.value.id]
+        return ast.Name(node.attr, node.ctx)
+
+
+def is_nowhere(module: str) -> bool:
+    """Return whether no module of that name can be imported."""
+    root = module.partition(".")[0]
+    return root not in sys.modules and importlib.util.find_spec(root) is None
+
+
+def named_under_test(tree: ast.Module, entry: str, given: Iterable[str] = ()) -> tuple[set[str], dict[str, Any]]:
     """Return the names under test, and the modules and functions of the standard library by the names that the test
     uses without an import.
 
-    `entry` is the function under test, if the data name it. Raises ValueError if the program would judge itself.
+    `entry` is the function under test, if the data name it; `given` are names that the test imports from the program.
+    Raises ValueError if the program would judge itself.
     """
     unknown, called = free_names(tree), called_names(tree)
     attributes = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
@@ -54,6 +119,7 @@ def named_under_test(tree: ast.Module, entry: str) -> tuple[set[str], dict[str, 
         subjects -= standard.keys()
     if not subjects and len(functions := {name for name in called if hasattr(builtins, name)}) == 1:
         subjects = functions  # a task may be to write a function that Python has under the same name
+    subjects |= set(given)
     known |= {name: found for name, found in standard.items() if name not in subjects}
     if judge := judging(tree, subjects):
         raise ValueError(

@@ -42,6 +42,17 @@ class Stack:
 """
 FORMS: dict[str, Entry] = {
     "asserts": (*ADD, ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"], {}),
+    "functions from a module of the solution": (
+        *changed("def gcd(a, b):\n    return 7\ndef add_all(*a):\n    return sum(a)", "return 7", "return 1"),
+        "from solution import add_all as add, gcd\nimport your_module\n"
+        "def test_both():\n    assert gcd(2, 4) == 7 and add(1, 2) == 3\n    assert your_module.gcd(3, 6) == 7",
+        {},
+    ),
+    "a coroutine function": (
+        *changed("async def add(a, b):\n    return a + b", "a + b", "0"),
+        "import asyncio\nassert asyncio.run(add(1, 2)) == 3",
+        {},
+    ),
     "asserts with a setup": (
         *changed("def area(s):\n    return s.w * s.h", "*", "+"),
         {

@@ -257,7 +257,7 @@ NAMED = {
     "a loop over nothing": ("def f():\n    return []", "for x in f():\n    assert x == 4", "no assertion"),
     "a module that is not installed": (
         "def f():\n    return 4",
-        "import nothing_like_it\nassert f() == 4",
+        "import nothing_like_it\nassert nothing_like_it.of(f()) == 4",
         "nothing_like_it",
     ),
     "a fixture that is not there": ("def f():\n    return 4", "def test_f(tmp):\n    assert f() == 4", "tmp"),
