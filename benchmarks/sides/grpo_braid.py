@@ -44,7 +44,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     force_lengths(run.backend.executor.engines["actor"], lengths, group)
 
     def turn() -> dict[str, float]:
-        run._one_step()
+        run._one_step(run._snapshot())
         found = read_metrics(run.folder)[-1]
         stages = {name: value for name, value in found.items() if name.startswith("time/")}
         return {"tokens": total_tokens(case), "peak_mebibytes": peak_mebibytes(), **stages}

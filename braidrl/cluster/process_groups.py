@@ -8,6 +8,7 @@ subgroup, mesh_of, background_group, group_between
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from psutil import net_if_addrs
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, UserError
@@ -80,6 +81,17 @@ def message_at(store: dist.Store, key: str, type: Any = Any) -> Any:
     return unpack_message(store.get(key), type)
 
 
+def put_first(store: dist.Store, key: str, text: str) -> str:
+    """Leave a text at a key unless there is one; return the one that is there."""
+    written: bytes = store.compare_set(key, "", text)
+    return written.decode()
+
+
+def text_at(store: dist.Store, key: str) -> str:
+    """Return the text that `put_first` has left at a key."""
+    return store.get(key).decode()
+
+
 def count_at(store: dist.Store, key: str, more: int = 0) -> int:
     """Add to the number at a key, which begins at 0, and return the sum."""
     return int(store.add(key, more))
@@ -104,6 +116,28 @@ def join_group(
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def abort_groups() -> None:
+    """End all collectives of this process, in every group; the groups cannot be used any more."""
+    for group in list(_world.pg_names):
+        with suppress(RuntimeError):
+            group.abort()
+
+
+def destroy_groups() -> None:
+    """Forget all groups, after `abort_groups`, and DTensor's cached results, which hold meshes made of them.
+
+    A later mesh of as many ranks is equal to such a mesh, and would get its groups and this process's place in it.
+    """
+    # Imported here: most processes have no DTensors.
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def address_towards(peer: str) -> str:

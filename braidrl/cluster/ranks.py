@@ -3,25 +3,29 @@
 run_ranks ──task──▶ rank 0 ... rank N-1        through the launcher: on this machine, or on a Ray cluster
           ◀──result or failure──
 
-A failure in one rank stops the others. The user sees the failure that came first, not its consequences.
+A failure in one rank stops the others. The user sees the failure that came first, not its consequences. But ranks may
+go on without one that was killed, and take it in again when it is back (`membership.py`).
 """
 
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from braidrl.cluster.child import TaskFailed, failure_of
 from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.membership import Membership, member_name, note_death, without
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
 from braidrl.cluster.process_groups import open_store
 from braidrl.cluster.watchdog import FrozenWatch, mute_after
-from braidrl.cluster.world import World, join
-from braidrl.errors import UserError, printable
+from braidrl.cluster.world import World, join, join_elastic
+from braidrl.errors import LostProcess, UserError, first_line, printable
 
 SETTLING_S = 3.0
 """Seconds to wait for the failure that caused a rank to lose its peers."""
@@ -40,19 +44,20 @@ def run_ranks(
     limit_s: float,
     launcher: Launcher | None = None,
     silence_s: float = 60.0,
+    most_losses: int = 0,
 ) -> Any:
     """Run `module:function(world, task)` in `workers` processes and return rank 0's result, a JSON value.
 
     `workers` is a number, or a pool if the ranks start engines; by default they are local processes. In the task, a
     JSON object, `cuda` says whether they compute on CUDA devices. A rank waits for others at most `limit_s` seconds,
-    and is killed after `silence_s` seconds without a heartbeat. Raises the failure of the rank that failed first; all
-    processes have then ended.
+    and is killed after `silence_s` seconds without a heartbeat. The others go on after `most_losses` losses, and a lost
+    rank is started again. Raises the failure of the rank that failed first; all processes have then ended.
     """
     # Another client of the store cannot guess the ranks' key prefix.
     secret = secrets.token_hex(16)
     launcher, pool = launcher or LocalLauncher(), workers if isinstance(workers, Pool) else Pool(("rank",), workers)
     ranks: list[Process] = []
-    store = None
+    store, renewal = None, None
     try:
         interrupts: list[int] = []
 
@@ -65,19 +70,26 @@ def run_ranks(
         with interrupts_handled(collect):
             launcher.reserve([pool])
             store = open_store(launcher.ip, limit_s)
-            for rank in range(pool.workers):
-                meeting = {"MASTER_ADDR": launcher.ip, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(pool.workers)}
+            meeting = {"MASTER_ADDR": launcher.ip, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(pool.workers)}
+
+            def start(rank: int, starts: int) -> Process:
                 environment = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                arguments = {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank, "secret": secret}
                 spec = ProcessSpec(
                     f"rank {rank}",
                     f"{__name__}:work",
-                    {"entry": entry, "task": task, "limit_s": limit_s, "rank": rank, "secret": secret},
+                    arguments | ({"starts": starts, "of": pool.workers} if most_losses else {}),
                     environment={**meeting, **environment},
                     also_calls=entry,
                 )
                 ranks.append(launcher.start(pool.name, rank, spec))
+                return ranks[-1]
+
+            renewal = Renewal(dist.PrefixStore(secret, store), start, most_losses)
+            for rank in range(pool.workers):
+                renewal.begin(rank)
             with FrozenWatch(silence_s, tell) as frozen:
-                return supervise(launcher, ranks, interrupts, silence_s, frozen.killed)
+                return supervise(launcher, renewal, interrupts, silence_s, frozen.killed)
     finally:
         # Ask each rank that still runs to end, then kill it.
         for process in ranks:
@@ -87,6 +99,8 @@ def run_ranks(
             process.close(max(0.0, deadline - time.monotonic()))
         launcher.close()
         # A traceback would keep the store, and with it its port.
+        if renewal is not None:
+            del renewal.store
         store = None
 
 
@@ -95,29 +109,87 @@ def tell(line: str) -> None:
     print("braid: " + printable(line, keep="\n\t"), file=sys.stderr, flush=True)
 
 
+class Renewal:
+    """The members of a run's ranks as their launcher knows them: without dead ones, which it starts again."""
+
+    def __init__(self, store: dist.Store, start: Callable[[int, int], Process], most_losses: int) -> None:
+        """Begin without members; `start(rank, starts)` starts a rank that was started so often before."""
+        self.store, self._start, self.most_losses = store, start, most_losses
+        self.starts: dict[Process, tuple[int, int]] = {}
+        """The number of each living process, and how often that was started before."""
+        self.dead = set[str]()
+        self.losses = 0
+        self.known = Membership(0, ())
+
+    def begin(self, number: int) -> None:
+        """Start a member for the first time."""
+        self.starts[self._start(number, 0)] = number, 0
+        self.known = Membership(0, tuple(member_name(*starts) for starts in self.starts.values()))
+
+    def is_member(self, process: Process) -> bool:
+        """Return True if a process is one of the ranks, and False if it waits to become one."""
+        return member_name(*self.starts[process]) in self.known.members
+
+    def look(self) -> None:
+        """Take dead processes out of the membership."""
+        if self.dead:
+            self.known = without(self.store, self.known, self.dead)
+
+    def goes_on(self, lost: Process, failure: Failure) -> bool:
+        """Return True, and start a lost process again, if the others go on without it."""
+        if not self.is_member(lost):
+            tell(f"{first_line(failure.error())}; the others go on without it")
+            self._forget(lost)
+            return True
+        others = any(self.is_member(process) for process in self.starts if process is not lost)
+        is_lost = failure.kind == "died" and not failure.follows
+        if not (is_lost and others and self.losses < self.most_losses):
+            return False
+        self.losses += 1
+        count = f"{self.losses} of trainer.max_restarts={self.most_losses}"
+        tell(f"{first_line(failure.error())}; it starts again by itself, the others go on ({count})")
+        number, starts = self._forget(lost)
+        self.starts[self._start(number, starts + 1)] = number, starts + 1
+        return True
+
+    def _forget(self, process: Process) -> tuple[int, int]:
+        """Take a dead process out of the membership; return its number, and how often it was started before."""
+        number, starts = self.starts.pop(process)
+        self.dead.add(member := member_name(number, starts))
+        note_death(self.store, member)
+        self.look()
+        return number, starts
+
+
 def supervise(
-    launcher: Launcher, ranks: Sequence[Process], interrupts: Sequence[int], silence_s: float, killed: Sequence[str]
+    launcher: Launcher, renewal: Renewal, interrupts: Sequence[int], silence_s: float, killed: Sequence[str]
 ) -> Any:
-    """Wait for all ranks and return rank 0's result, or raise the first failure; `killed` has lines on frozen
+    """Wait for all ranks and return the first one's result, or raise the first failure; `killed` has lines on frozen
     processes.
     """
-    silent, outcomes = list(ranks), dict[str, Outcome]()
+    silent, outcomes = list(renewal.starts), dict[Process, Outcome]()
     deadline, passed_on = float("inf"), 0
-    while silent and time.monotonic() < deadline:
+    failures: list[Failure] = []
+    while any(renewal.is_member(rank) for rank in silent) and time.monotonic() < deadline:
         # Not in the signal handler: it may run in the middle of a Ray call.
         while passed_on < len(interrupts):
             passed_on += 1
-            for rank in ranks:
+            for rank in silent:
                 rank.interrupt()
-        for rank in launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
-            silent.remove(rank)
+        renewal.look()
+        ended = launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
+        for rank in ended:
             frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
-            outcomes[rank.name] = rank.outcome or Outcome(
+            outcomes[rank] = rank.outcome or Outcome(
                 failure=Failure("died", frozen or f"{rank.name} is gone without a word ({rank.describe_end()})")
             )
-        for rank in [process for process in silent if process.end_if_silent(mute_after(silence_s))]:
-            silent.remove(rank)
-            outcomes[rank.name] = Outcome(failure=Failure("died", f"{rank.name} {rank.describe_end()}"))
+        mute = [rank for rank in silent if rank not in ended and rank.end_if_silent(mute_after(silence_s))]
+        outcomes |= {rank: Outcome(failure=Failure("died", f"{rank.name} {rank.describe_end()}")) for rank in mute}
+        for rank in (*ended, *mute):
+            failure = outcomes[rank].failure
+            if failure is not None and not interrupts and renewal.goes_on(rank, failure):
+                del outcomes[rank]
+        silent = [rank for rank in renewal.starts if rank not in outcomes]
         failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
         if any(not failure.follows and failure.kind != "interrupted" for failure in failures):
             break
@@ -126,16 +198,26 @@ def supervise(
             deadline = time.monotonic() + SETTLING_S
     if failures:
         # An interrupt counts only if no rank failed.
-        raise min(failures, key=lambda f: (f.follows, f.kind == "interrupted")).error()
-    return outcomes[ranks[0].name].result
+        first = min(failures, key=lambda f: (f.follows, f.kind == "interrupted"))
+        error = first.error()
+        if isinstance(error, LostProcess):
+            # A loss after which the others could not go on is not counted twice.
+            error.restarts = max(0, renewal.losses - first.follows)
+        raise error
+    return outcomes[next(rank for rank in renewal.starts if rank in outcomes)].result
 
 
 def work(arguments: Mapping[str, Any]) -> Any:
     """Run in a rank's process: join the others, do the task, and wait for the end of the run."""
-    task = arguments["task"]
+    task, secret, limit_s = arguments["task"], arguments["secret"], arguments["limit_s"]
     world = World(arguments["rank"])
     try:
-        world = join(arguments["limit_s"], task.get("cuda", False), secret=arguments["secret"])
+        if "starts" in arguments:
+            first = Membership(0, tuple(member_name(number, 0) for number in range(arguments["of"])))
+            own = member_name(arguments["rank"], arguments["starts"])
+            world = join_elastic(limit_s, task.get("cuda", False), own, secret, first)
+        else:
+            world = join(limit_s, task.get("cuda", False), secret=secret)
         result = resolve_name(arguments["entry"])(world, task)
         world.gather("the end of the run", None)
     except (UserError, KeyboardInterrupt):

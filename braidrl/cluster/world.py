@@ -5,11 +5,13 @@ exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
 rounds      sums and a minimum over all ranks, again and again, while each works
 mail        single messages between two ranks, in the store
+regroup     new process groups of the members that are left, or of more
 
 Each wait has a limit. A thread of each rank writes its location to the store, at most once a second; after a timeout
 the others read there which ranks are missing.
 """
 
+import gc
 import os
 import threading
 import time
@@ -18,25 +20,38 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from traceback import clear_frames
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from braidrl.cluster.child import end_at_once
 from braidrl.cluster.devices import own_devices
+from braidrl.cluster.membership import Membership, newest, propose, wait_to_join, waiting
 from braidrl.cluster.process_groups import (
+    abort_groups,
     all_gather_bytes,
     as_tensor,
+    destroy_groups,
+    has_message,
     join_group,
     message_at,
     put_message,
 )
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.errors import LostPeers, first_line
+from braidrl.errors import LostPeers, causes, first_line
 from braidrl.observe.stalls import WORK
 
+WAITING_LOOK_S = 0.2
+"""Seconds between two looks of a process that waits to become a member."""
+STUCK_S = 20.0
+"""Seconds in which a rank that waits in outdated groups has to notice."""
+LOOK_S, JOIN_LIMIT_S, NEWER_LIMIT_S = 0.02, 30.0, 15.0
+"""Seconds between two looks at the membership, in which a group is made, and in which a loss leads to a new one."""
 ROUND_EVERY_S = 0.05
 """Seconds between the rounds that a rank joins while it works."""
 LOCATE_EVERY_S = 1.0
@@ -111,12 +126,124 @@ class Rounds:
         return self.totals
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """The store at which ranks meet, and the arguments of `join_group`."""
+
+    store: dist.Store
+    limit_s: float
+    cuda: bool
+    host: str
+
+
+class Elastic:
+    """A rank's place in a membership that changes."""
+
+    def __init__(self, meeting: Meeting, member: str, known: Membership) -> None:
+        self.meeting, self.member, self.known = meeting, member, known
+        self._outdated_at: float | None = None
+        self.lock = threading.Lock()
+        """Held while groups are made, or ended by another thread."""
+
+    @property
+    def newest(self) -> Membership:
+        """Return the newest membership."""
+        return newest(self.meeting.store, self.known)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if there is a newer membership than this rank's."""
+        return self.newest.number > self.known.number
+
+    def wait_for_newer(self, limit_s: float) -> bool:
+        """Wait until there is a newer membership than this rank's; return False after the limit."""
+        limit = time.monotonic() + limit_s
+        while not self.is_outdated:
+            if time.monotonic() > limit:
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def wait_until_member(self) -> None:
+        """Wait, as long as this process lives, until it is a member."""
+        wait_to_join(self.meeting.store, self.member)
+        while self.member not in self.newest.members:
+            time.sleep(WAITING_LOOK_S)
+
+    def leave_outdated_groups(self, is_waiting: bool) -> None:
+        """End what this process does in groups whose membership has changed: it may wait there for a lost rank.
+
+        A process that still waits after a time ends, and so is lost too: the others need not wait for it.
+        """
+        with self.lock:
+            if not dist.is_initialized() or not self.is_outdated:
+                self._outdated_at = None
+                return
+            abort_groups()
+        now = time.monotonic()
+        self._outdated_at = self._outdated_at or now
+        if is_waiting and now - self._outdated_at > STUCK_S:
+            end_at_once()
+
+    def waiting(self) -> list[str]:
+        """Return the processes that wait to become members."""
+        return waiting(self.meeting.store, self.newest)
+
+    def wait_for_waiting(self) -> list[str]:
+        """Return the processes that wait to become members, when there are some."""
+        limit = time.monotonic() + self.meeting.limit_s
+        while not (came := self.waiting()):
+            if time.monotonic() > limit:
+                raise LostPeers(f"waited {self.meeting.limit_s:g} s for a lost rank to come back")
+            time.sleep(WAITING_LOOK_S)
+        return came
+
+    def add(self, members: Sequence[str]) -> None:
+        """Propose a membership with more members."""
+        propose(self.meeting.store, known := self.newest, [*known.members, *members])
+
+    def join(self) -> dist.ProcessGroup:
+        """Join the group of the newest membership when all of its members have come, and return it.
+
+        Raises LostPeers if this process is no member, or for members that do not come.
+        """
+        limit_s = self.meeting.limit_s
+        limit = time.monotonic() + limit_s
+        while True:
+            self.known = known = self.newest
+            if self.member not in known.members:
+                raise LostPeers(f"process {self.member} is no member any more")
+            store = dist.PrefixStore(str(known.number), self.meeting.store)
+            put_message(store, f"here/{self.member}")
+            keys = [f"here/{member}" for member in known.members]
+            while not (is_whole := has_message(store, *keys)) and not self.is_outdated:
+                if time.monotonic() > limit:
+                    late = [member for member in known.members if not has_message(store, f"here/{member}")]
+                    raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late)} to join")
+                time.sleep(LOOK_S)
+            if not is_whole:
+                continue
+            rank, size = known.members.index(self.member), len(known.members)
+            try:
+                group = join_group(store, rank, size, min(JOIN_LIMIT_S, limit_s), self.meeting.cuda, self.meeting.host)
+            except LostPeers:
+                # One was lost since it came.
+                if not self.wait_for_newer(JOIN_LIMIT_S):
+                    raise
+                continue
+            _set_pg_timeout(timedelta(seconds=limit_s), group)
+            return group
+
+
 STORE_LIMIT_S = 5.0
 """Second connection to the store: after a failure it tells where each rank is."""
 
 
 class World:
-    """Rank `rank` of `size`, made by `join`. `World()` is a single process, which never waits."""
+    """Rank `rank` of `size`, made by `join`. `World()` is a single process, which never waits.
+
+    Whoever needs a process group asks for `group` now: `regroup` replaces it.
+    """
 
     def __init__(
         self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, store: dist.Store | None = None
@@ -127,12 +254,25 @@ class World:
         self.place, self.rows = "the start", ""
         self._store, self._meetings = store, 0
         self._location = 0, self.place
+        self._is_meeting = False
         self.mail = None if store is None else dist.PrefixStore("mail", store)
         self._written: tuple[int, str] | None = None
         """The location in the store."""
+        self.elastic: Elastic | None = None
+        """Set if ranks may be lost, and come back."""
         self._closed = threading.Event()
         if store is not None:
             threading.Thread(target=self._locate, name="location", daemon=True).start()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Return the names of the processes that are the ranks."""
+        return self.elastic.known.members if self.elastic is not None else ()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return True in a process that waits to become a member."""
+        return self.elastic is not None and self.group is None
 
     def at(self, place: str) -> None:
         """Record what this rank does from now on; the text is the same on every rank."""
@@ -144,6 +284,8 @@ class World:
         with suppress(RuntimeError, OSError):
             while not self._closed.wait(LOCATE_EVERY_S):
                 self._write_location()
+                if self.elastic is not None:
+                    self.elastic.leave_outdated_groups(self._is_meeting)
 
     def _write_location(self) -> None:
         location = self._location
@@ -158,7 +300,7 @@ class World:
         self._meetings += 1
         where = f"{self.place}: {purpose}"
         self._location = self._meetings, where
-        start = time.monotonic()
+        start, self._is_meeting = time.monotonic(), True
         try:
             with WORK.waiting():
                 yield where
@@ -166,6 +308,8 @@ class World:
             if isinstance(error, LostPeers):
                 raise
             seconds = time.monotonic() - start
+            if self.elastic is not None and self.elastic.wait_for_newer(2 * LOCATE_EVERY_S):
+                raise LostPeers(f"ranks were lost in {where}: {first_line(error)}") from error
             assert self._store is not None
             self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
             # The ranks missing from this collective, and where they were last.
@@ -182,6 +326,8 @@ class World:
                 late.append(f"ranks that nothing is known of ({first_line(unknown)})")
             missing = "; ".join(late) or "a rank that has ended since"
             raise LostPeers(f"waited {seconds:.0f} s in {where} for {missing}: {first_line(error)}") from error
+        finally:
+            self._is_meeting = False
 
     @contextmanager
     def supervised(self, purpose: str) -> Iterator[None]:
@@ -192,7 +338,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+            of_others = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+            if not of_others and (self.elastic is None or not self.elastic.is_outdated):
                 raise
             with self.meeting(purpose):
                 raise
@@ -241,6 +388,44 @@ class World:
             dist.broadcast(message, src=0, group=self.group)
         return unpack_message(message.numpy().tobytes())
 
+    def wait_until_member(self) -> None:
+        """Wait until the members take this process in; `regroup` then joins them."""
+        assert self.elastic is not None, "these ranks are the same to the end"
+        self.elastic.wait_until_member()
+
+    def regroup(self, error: BaseException | None = None) -> None:
+        """Leave all process groups, and join those of the newest membership, after an error or between two steps.
+
+        All members call this. Raises LostPeers if there is no other membership, or if members do not come.
+        """
+        elastic = self.elastic
+        if elastic is None or not elastic.wait_for_newer(NEWER_LIMIT_S):
+            raise error or LostPeers("there is no other membership")
+        for each in causes(error):
+            # The frames hold groups.
+            clear_frames(each.__traceback__)
+        self.join_newest()
+
+    def join_newest(self) -> None:
+        """Join the process groups of the newest membership."""
+        elastic = self.elastic
+        assert elastic is not None, "these ranks are the same to the end"
+        with elastic.lock:
+            if dist.is_initialized():
+                abort_groups()
+                # Connections close with the last reference: a rank that waits for this one then notices.
+                self.group = None
+                destroy_groups()
+                gc.collect()
+            self.group = elastic.join()
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.first = self.rank == 0
+        # Locations and mail of the earlier membership are not read.
+        store = dist.PrefixStore(str(elastic.known.number), elastic.meeting.store)
+        self._store, self.mail = dist.PrefixStore("places", store), dist.PrefixStore("mail", store)
+        self._meetings, self._written = 0, None
+        self.at("the passage to other ranks")
+
     def leave_store(self) -> None:
         """Stop writing this rank's location."""
         self._closed.set()
@@ -266,6 +451,25 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
     return world_at(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
 
 
+def join_elastic(limit_s: float, cuda: bool, member: str, secret: str, known: Membership) -> World:
+    """Join the members of a known membership as `join` does; a process that is none of them gets a world of its own.
+
+    Its `elastic` lets it become a member later.
+    """
+    if cuda:
+        torch.cuda.set_device(own_devices(torch.cuda.device_count(), 0, 1).every[0])
+    store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
+    meeting = Meeting(dist.PrefixStore(secret, store), limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+    world = World(store=dist.PrefixStore("places", meeting.store))
+    world.elastic = Elastic(meeting, member, known)
+    if member in known.members:
+        world.join_newest()
+    else:
+        # It writes no shared files.
+        world.rank, world.first = rank, False
+    return world
+
+
 def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, host: str) -> World:
     """Return the world of all ranks that use a store at `host`; arguments and errors are those of `join_group`."""
     group = join_group(store, rank, size, limit_s, cuda, host)
@@ -279,9 +483,15 @@ class Ranks:
     Without a process group it is one process, and every reduction is the identity.
     """
 
-    group: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
+    """The group, without a supervisor."""
     supervisor: World | None = None
-    """Names the missing ranks when a collective fails."""
+    """The world whose group it is at any time. It names the missing ranks when a collective fails."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the process group of now."""
+        return self.own_group if self.supervisor is None else self.supervisor.group
 
     @property
     def rank(self) -> int:

@@ -43,7 +43,17 @@ REQUIRED_KEYS = (
     "staleness/max",
 )
 """Keys of every line. `time/<stage>` and, on evaluation steps, `eval/<set>/avg@k` are added."""
-MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/", "speculation/")
+MEASURED = (
+    "time/",
+    "throughput/",
+    "utilisation/",
+    "memory/",
+    "weights/",
+    "streaming/",
+    "checks/",
+    "speculation/",
+    "ranks/",
+)
 """Prefixes of metrics that depend on the clock or the machine; they differ between two equal runs."""
 
 

@@ -92,6 +92,10 @@ class Progress:
         self._live: Live | None = None
         self._last_shown = self._clock()
 
+    def show(self) -> None:
+        """Show lines, without bars, in a process that was not `shown`."""
+        self._console = Terminal(file=sys.stderr, highlight=False)
+
     def print(self, line: str) -> None:
         """Print a permanent line above the bars."""
         with self._lock:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from braidrl.config import RewardConfig, VerifierConfig
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Rows, Uid
 from braidrl.errors import UserError
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.rewards.pool import CallOutcome, RewardPool
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Scores = tuple[float, float]
 RIGHT_OR_WRONG = (1.0, 0.0)
+LEFT_OUT = "the row is left out: engines have ended with it"
 NOTED = 3
 """Number of failure messages kept from some rows: the most frequent."""
 
@@ -121,16 +122,25 @@ class RuleRewards:
         self.labels = list(dict.fromkeys(verifier.label for many in every for verifier in many))
         self._pool = RewardPool(config)
 
-    def submit(self, rows: Rows, of: str | None = None) -> Pending:
-        """Start checking rows, and return at once; `of` is the namespace of the tokens."""
+    def submit(self, rows: Rows, of: str | None = None, left_out: Collection[Uid] = ()) -> Pending:
+        """Start checking rows, and return at once; `of` is the namespace of the tokens.
+
+        The checks of rows that are `left_out` have failed already.
+        """
         prefix = f"{of}." if of else ""
         texts = responses(rows, self._tokenizer, self._ends, self._skips_special, prefix)
         checks = []
+        died = Future[CallOutcome]()
+        died.set_result(CallOutcome(failure="died", detail=LEFT_OUT))
+        uids = rows.uids() if left_out else ()
         for row, source in enumerate(rows["source"].tolist()):
             metadata = rows["metadata"][row]
             name = self._source_names.get(source, str(source))
             completion = Completion(metadata.get("prompt"), texts[row], metadata.get("answer"), metadata, name)
             verifiers = self._per_source.get(source, self._default)
+            if uids and uids[row] in left_out:
+                checks.append([(verifier, died) for verifier in verifiers])
+                continue
             checks.append([(verifier, self._pool.submit(completion, verifier)) for verifier in verifiers])
         return Pending(self, checks, prefix)
 

@@ -117,6 +117,7 @@ class SerialController(Generic[TableT]):
         return done, next_state(stage, state, self.backend.totals(stage, table))
 
     def restore(self, position: Position) -> None:
+        self.surplus, self.unfinished = [], []
         self.loader.restore(position.loader)
         self.sampling = GroupSelector.restored(position.sampling)
         awaited = set(self.sampling.pending)

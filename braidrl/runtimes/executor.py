@@ -299,6 +299,27 @@ class StageExecutor:
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
+    def copy_changing(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies, in host memory, of all tensors that training changes, by role and name."""
+        copies = {}
+        for worker in self._changed():
+            with self.residency.all_of(worker.role):
+                tensors = torch_worker(worker).changing_tensors()
+                copies[worker.role] = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        return copies
+
+    def restore_changing(self, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `copy_changing` has copied; skipped steps are counted anew."""
+        for role, tensors in copies.items():
+            with self.residency.all_of(role):
+                torch_worker(self.workers[role]).restore(tensors)
+        self.skipped.clear()
+
+    def regroup(self) -> None:
+        """Plan transfers of weights anew, after the ranks have changed; all ranks call this together."""
+        self.generation.regroup(self.workers)
+        self.generation.checks.pending.clear()
+
     def _changed(self, write: bool = True) -> list[TrainingBackend]:
         """Return the local roles that change; on a rank without `write` only the sharded ones."""
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]

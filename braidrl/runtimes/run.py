@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 from braidrl.cluster.process import interrupts_handled
@@ -19,11 +20,22 @@ from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.engines.deployment import MODES
-from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
+from braidrl.errors import (
+    BadUpdate,
+    FailedStep,
+    LostPeers,
+    LostProcess,
+    UserError,
+    WorkerError,
+    causes,
+    first_line,
+    no_room,
+)
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
 from braidrl.observe.progress import Progress
 from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
+from braidrl.observe.trace import Span
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluate_sets, good_enough, value_of_best
 from braidrl.runtimes.interfaces import Interrupts, Restart
@@ -44,6 +56,8 @@ from braidrl.runtimes.saving.folders import (
 )
 from braidrl.runtimes.sizing import check_engine_memory, prepared_to_fit
 from braidrl.runtimes.spmd.launch import in_ranks
+from braidrl.runtimes.spmd.rank_backend import rank_backend
+from braidrl.runtimes.spmd.regrouping import Regrouping
 from braidrl.runtimes.start import check_runtime, start_controller
 from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, LearningWatch, step_metrics, summary
 from braidrl.training.objective import NAMES_A_TOKEN
@@ -81,6 +95,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if not rollout_only:
             check_engine_memory(self.prepared)
 
+        self.regrouping = Regrouping(self.prepared.deployment, self.world)
+        if self.world.is_waiting:
+            assert config.name, "a run whose ranks may come back has a name"
+            resume = config.output / config.name
         self.folder = resume or Path(
             self.world.share("run folder", str(new_run_folder(config)) if self.world.first else None)
         )
@@ -99,6 +117,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.step, self.version, self.restarts = 0, 0, restarts
+        self.controller: Any = None
+        self.backend: Any = None
         self.saved_step: int | None = None
         self.good_enough = False
         self.best_of_step: tuple[str, float] | None = None
@@ -109,10 +129,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 resources.enter_context(held_alone(self.folder))
             if world is None:  # the launcher watches ranks
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
-            saved = self._saved(newest_whole) if resume else None
-            self.controller = start_controller(self.prepared, self.progress, self.folder, self.world, self.interrupts)
-            self.backend = self.controller.backend
-            resources.callback(self.backend.close)
+            saved = self._saved(newest_whole) if resume and not self.world.is_waiting else None
+            if self.regrouping.has_replicas or not self.world.is_waiting:
+                self._start_controller()
+            resources.callback(lambda: self.backend and self.backend.close())
             if saved:
                 self._restore(*saved)
                 if self.step >= config.trainer.steps > 0:
@@ -124,6 +144,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if not resume:
                 self._report(rehearsal=True)
             self.resources = resources.pop_all()
+
+    def _start_controller(self) -> None:
+        self.controller = start_controller(self.prepared, self.progress, self.folder, self.world, self.interrupts)
+        self.backend = self.controller.backend
 
     def _saved(self, newest_whole: bool) -> tuple[Path, RunState] | None:
         """Return the checkpoint from which the run resumes, and its state, if there is one.
@@ -178,9 +202,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         gc.collect()
         gc.freeze()
         with interrupts_handled(self.interrupts.handle), full_disk_named(self.folder):
+            if is_new := self.world.is_waiting:
+                self.world.wait_until_member()
+                self._regroup(None)
             snapshot = self._snapshot()
             try:
-                self._begin()
+                if not is_new:
+                    self._begin()
                 while True:
                     snapshot = self._snapshot()
                     try:
@@ -188,7 +216,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                             self._save(snapshot, wait=True)
                             break
                         self.checkpoints.wait(block=False)
-                        self._one_step()
+                        if self._take_in(snapshot):
+                            continue
+                        self._one_step(snapshot)
+                    except LostPeers as error:
+                        if self.world.elastic is None:
+                            raise
+                        self._regroup(snapshot, error)
                     except LostProcess as error:
                         self._bring_back(error)
             except FailedStep:
@@ -258,6 +292,109 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             except LostProcess as another:
                 self._bring_back(another)
 
+    def _take_in(self, state: RunState) -> bool:
+        """Between two steps, take in processes that wait to become ranks; return True if there were some."""
+        elastic = self.world.elastic
+        if elastic is None:
+            return False
+        came = self.world.share("processes that wait", elastic.waiting() if self.world.first else None)
+        if came:
+            if not self.regrouping.has_replicas:
+                self._save(state, wait=True)
+            if self.world.first:
+                elastic.add(came)
+            self._regroup(state)
+        return bool(came)
+
+    def _regroup(self, state: RunState | None, error: LostPeers | None = None) -> None:
+        """Continue with the ranks of the newest membership, which all of them join here.
+
+        `state` is that after the last whole step, None in a process that comes back. Raises LostPeers if the membership
+        is the old one.
+        """
+        start = time.time()
+        while True:
+            if not self.regrouping.has_replicas:
+                self._drop_backend(error)
+            self.world.regroup(error)
+            try:
+                with self.interrupts.hold():
+                    self._wait_for_enough()
+                    self._settle(state)
+                self.regrouping.reached, self.regrouping.is_loading = None, False
+                if (trace := self.backend.trace) is not None:
+                    stage = f"{self.world.size} ranks"
+                    trace.record(Span(trace.worker, "ranks", stage, self.step + 1, start, time.time()))
+                return
+            except LostPeers as another:
+                error = another
+
+    def _wait_for_enough(self) -> None:
+        """Wait for lost ranks to come back if those that are left cannot hold the roles in their layouts."""
+        elastic = self.world.elastic
+        assert elastic is not None
+        while not self.regrouping.fits():
+            came = elastic.wait_for_waiting() if self.world.first else ()
+            self.world.gather("processes that come back", None)
+            if came:
+                elastic.add(came)
+            self.world.regroup()
+
+    def _settle(self, state: RunState | None) -> None:
+        """Continue after the last step that all ranks have made; `state` is that after this rank's."""
+        backend = rank_backend(self.backend) if self.backend is not None else None
+        settled, source = self.regrouping.settle(state, backend), "memory"
+        if settled is not None:
+            self.step, self.version = settled.step, settled.version
+            self.controller.restore(settled.position)
+            self.backend.publish(settled.version)
+            self.saved_step = None if (self.saved_step or 0) > self.step else self.saved_step
+            self.good_enough, self.best_of_step = False, None
+        else:
+            source = self._load_newest()
+        if self.world.first:
+            self._write_files()
+        ranks = "1 rank continues" if self.world.size == 1 else f"{self.world.size} ranks continue"
+        self.progress.print(f"{ranks} after step {self.step}, from {source}")
+
+    def _drop_backend(self, error: BaseException | None = None) -> None:
+        """Free the backend, with its process groups, which the frames of an error may hold."""
+        self.regrouping.is_loading = True
+        with suppress(UserError, WorkerError, RuntimeError):
+            self.checkpoints.wait()
+        if self.backend is not None:
+            self.backend.close()
+        for each in causes(error):
+            clear_frames(each.__traceback__)
+        self.backend = self.controller = None
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+    def _load_newest(self) -> str:
+        """Make the backend anew in this process, for the present ranks, and load the newest checkpoint; return its
+        name.
+        """
+        self._drop_backend()
+        self._start_controller()
+        checkpoint = resume_point(self.folder, newest_whole=True, world=self.world)
+        if checkpoint is None:
+            self.step = self.version = 0
+            return "the beginning"
+        self._restore(checkpoint, load_checkpoint(checkpoint))
+        return f"checkpoint {checkpoint.name}"
+
+    def _write_files(self) -> None:
+        """Write the run's files from this process, which is the first rank now, after the present step."""
+        if self.metrics is None:
+            self.resources.enter_context(held_alone(self.folder))
+            self.fingerprints = self.fingerprints or fingerprints(self.prepared)
+            self.checkpoints.first = True
+            self.progress.show()
+        else:
+            self.metrics.close()
+        self.metrics = self._open_metrics(self.step)
+
     def _report(self, rehearsal: bool = False) -> None:
         """Write the report from the run's folder.
 
@@ -280,19 +417,22 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)
 
-    def _one_step(self) -> None:
+    def _one_step(self, state: RunState) -> None:
+        """Make the step after a state."""
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
         recorded = self.backend.read(Recording(rollout_path(self.replay, step))) if self.replay is not None else None
         with ExitStack() as held:
             try:
-                # Once weights have changed, an interrupt waits until the step is written.
+
+                def before_training() -> None:
+                    # Once weights have changed, an interrupt waits until the step is written.
+                    held.enter_context(self.interrupts.hold())
+                    if self.world.elastic is not None:
+                        self.regrouping.keep(state, rank_backend(self.backend))
+
                 result = self.controller.iterate(
-                    step,
-                    self.version,
-                    recorded,
-                    not self.rollout_only,
-                    before_training=lambda: held.enter_context(self.interrupts.hold()),
+                    step, self.version, recorded, not self.rollout_only, before_training=before_training
                 )
             except BadUpdate as error:
                 raise UserError(self._kept_for_replay(step, error)) from error
@@ -310,6 +450,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             every = self.config.evaluation.every
             if every and (step % every == 0 or step == self.config.trainer.steps):
                 metrics |= self._evaluate()
+            if self.world.elastic is not None:
+                metrics["ranks/members"] = self.world.size
             if self.metrics:
                 self.metrics.write(metrics)
                 self.metrics.trackers.write_samples(step, lambda: samples_of_step(self.folder, step))
@@ -455,7 +597,7 @@ def train(config: Config, **options: Any) -> Path:
     while True:
         try:
             if MODES[config.runtime].chained:
-                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options))
+                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options, most))
             with TrainingRun(config, **options, restarts=restarts) as run:
                 run.train()
             return run.folder

@@ -61,7 +61,7 @@ def start_backend(
         from braidrl.runtimes.hybrid.driver import start_hybrid_backend
 
         return start_hybrid_backend(prepared, progress, folder)
-    ranks = DataParallel(world.group, world)
+    ranks = DataParallel(supervisor=world)
     executor = StageExecutor(prepared, deployment.roles, progress, deployment.generating, ranks)
     name = "eager"
     if deployment.mode.chained:

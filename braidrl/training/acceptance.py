@@ -309,7 +309,7 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
     config = parse_config(
         {**settings, "trainer": {"layout": layout, "max_tokens_per_device": 64, "max_grad_norm": 1.0}}
     )
-    ranks = DataParallel(world.group, world) if world else DataParallel()
+    ranks = DataParallel(supervisor=world) if world else DataParallel()
     worker = RoleWorker(BackendSpec("actor", config, True, ranks))
     numbers = [n for n in range(len(rows)) if n % size == rank and len(rows[n]) > 1]
     first, rest = (

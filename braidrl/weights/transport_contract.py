@@ -115,4 +115,4 @@ def lose_one(world: World, task: dict[str, Any]) -> str:
 
 
 def _any_problem(world: World, problem: str) -> str:
-    return next(filter(None, Ranks(world.group, world).all_gather("problems", problem, str)), "")
+    return next(filter(None, Ranks(supervisor=world).all_gather("problems", problem, str)), "")

@@ -30,6 +30,35 @@ def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
     return {"gathered": gathered, "exchanged": exchanged, "shared": shared, "task": task}
 
 
+def renewed(world: World, task: dict[str, Any]) -> list[list[Any]]:
+    """Count rounds over ranks of which the task's victims kill themselves; return each round's number and ranks."""
+    elastic, rounds = world.elastic, list[list[Any]]()
+    assert elastic is not None
+    came_back = world.is_waiting
+    if came_back:
+        world.wait_until_member()
+        world.regroup()
+    while True:
+        try:
+            rounds = [list(each) for each in max(world.gather("rounds so far", rounds), key=len)]
+            if len(rounds) >= task["rounds"] and world.size == task["size"]:
+                return rounds
+            came = world.share("processes that wait", elastic.waiting() if world.first else None)
+            if came:
+                if world.first:
+                    elastic.add(came)
+                world.regroup()
+                continue
+            if [elastic.member, len(rounds)] in task["dies"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            total = torch.ones(1)
+            dist.all_reduce(total, group=world.group)
+            rounds.append([len(rounds) + 1, int(total)])
+            time.sleep(0.02)
+        except RuntimeError as error:
+            world.regroup(error)
+
+
 def devices(world: World, task: dict[str, Any]) -> list[str]:
     """Return the devices of each rank as set before it imported torch."""
     return [bytes(seen).decode() for seen in world.gather("devices", os.environ["CUDA_VISIBLE_DEVICES"].encode())]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
-from braidrl.errors import LostPeers, UserError, WorkerError
+from braidrl.errors import LostPeers, LostProcess, UserError, WorkerError
 from tests.leftovers import family, listening, open_sockets
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,6 +44,18 @@ def test_ranks_gather_exchange_and_share() -> None:
         "shared": {"from": 0},
         "task": {"a": [1, None]},
     }
+
+
+def test_ranks_go_on_without_lost_ones_and_take_them_in_again(capfd: pytest.CaptureFixture[str]) -> None:
+    dies = [["2.0", 2], ["0.0", 4]]
+    task = {"rounds": 6, "size": 3, "dies": dies}
+    rounds = run_ranks("tests.cluster.ranks:renewed", task, 3, 60.0, most_losses=2)
+    assert [number for number, _ in rounds] == list(range(1, len(rounds) + 1))
+    assert len(rounds) >= 6 and rounds[0][1] == 3 and {ranks for _, ranks in rounds} <= {1, 2, 3}
+    assert capfd.readouterr().err.count("the others go on") == 2
+    with pytest.raises(LostProcess, match="rank 0 is gone") as lost:
+        run_ranks("tests.cluster.ranks:renewed", {**task, "dies": [["2.0", 1], ["0.0", 1]]}, 3, 60.0, most_losses=1)
+    assert lost.value.restarts == 1
 
 
 @pytest.mark.parametrize(

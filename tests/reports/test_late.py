@@ -42,7 +42,7 @@ def test_refused_settings_a_lost_model_folder_and_a_failed_report_do_not_stop_th
     known = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps({**known, **SAMPLING}))
     with TrainingRun(workshop.config(model=str(model))) as run:
-        run._one_step()
+        run._one_step(run._snapshot())
         shutil.rmtree(model)
         monkeypatch.setattr("braidrl.observe.report.sample_groups", lambda _: 1 / 0)
         run.train()

@@ -36,6 +36,8 @@ WAIT_S = 2.0
 FULL_AGAIN_S = 0.5
 """Seconds before a worker whose store was full writes again."""
 SLOTS = 3
+POISON_S, UNDRAWN_S = 0.2, 0.05
+"""Seconds after which a row kills its engine, and after which a row that is left out is reported."""
 Key = tuple[int, int]
 """A row: the number of its lease, and its position in it."""
 
@@ -225,9 +227,17 @@ class Engine(Worker):
             budget = self.run.scenario.budget
             suspends = budget is not None and left > budget and position not in leased.to_the_end
             seconds = budget if suspends and budget is not None else left
+            if position in leased.left_out:
+                seconds, suspends = UNDRAWN_S, False
+            elif uid in self.run.poison:
+                self.after(POISON_S, partial(self._poisoned, key))
             self.after(seconds, partial(self._end, key, row, seconds, suspends))
         self.held &= {lease for lease, _ in self.flight}
         self.next()
+
+    def _poisoned(self, key: Key) -> None:
+        if key in self.flight:
+            self.run.die(self, by_a_row=True)
 
     def _end(self, key: Key, row: Rows, seconds: float, suspends: bool) -> None:
         if key not in self.flight:

@@ -12,6 +12,7 @@ from braidrl.queue.table import Block, HeldBlocks, Leases
 from braidrl.queue.transport import Parking
 from braidrl.runtimes.streaming import schedule as scheduling
 from braidrl.runtimes.streaming.consumers import TrainingProgress
+from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule
 from tests.simulation.memory import MemoryStorage
@@ -123,6 +124,16 @@ def batch_by_arrival(patches: pytest.MonkeyPatch) -> None:
     patches.setattr(GroupSelector, "batch", batch)
 
 
+def rows_beside_a_suspect(patches: pytest.MonkeyPatch) -> None:
+    """A row that may kill its engine runs beside others, which are left out with it."""
+    patches.setattr(StreamSchedule, "_isolated", lambda self, lease, now, seconds, suspects: lease)
+
+
+def poison_drawn_for_ever(patches: pytest.MonkeyPatch) -> None:
+    """A row that kills its engines is drawn again each time."""
+    patches.setattr(ControlPlane, "_suspect", lambda self, task, rows: None)
+
+
 FAULTS: tuple[Fault, ...] = (
     lease_not_returned,
     expired_lease_kept,
@@ -136,4 +147,6 @@ FAULTS: tuple[Fault, ...] = (
     published_before_trained,
     freed_while_referenced,
     batch_by_arrival,
+    rows_beside_a_suspect,
+    poison_drawn_for_ever,
 )

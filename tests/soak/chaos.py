@@ -30,7 +30,9 @@ from typing import Any
 import psutil
 
 from braidrl.cluster.watchdog import NEEDED_BY_RAY, descendants, has_ended, name_of
+from braidrl.errors import UserError
 from braidrl.runtimes.saving.folders import checkpoints_of
+from braidrl.runtimes.streaming.resizing import ask
 from tests.leftovers import family, open_sockets
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
 
@@ -46,6 +48,7 @@ RUNTIMES: dict[str, dict[str, Any]] = {
     "streaming": {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2, "actor": 2}}},
     "stale": {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2}}, "trainer": {"max_staleness": 1}},
     "hybrid": {"runtime": "hybrid", "workers": 2},
+    "elastic": {"runtime": "distributed", "workers": 3, "trainer": {"max_restarts": 100}},
 }
 
 
@@ -280,14 +283,32 @@ def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path)
     return f"files of at most {most} bytes"
 
 
+def change(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
+    """Let an engine join or leave, or kill a rank, which comes back if the run has restarts."""
+    names = {victim: name_of(victim) for victim in descendants(process.pid)}
+    ranks = sorted(victim for victim, name in names.items() if name.startswith("rank "))
+    engines = sorted(victim for victim, name in names.items() if name.startswith("actor.generate"))
+    if engines and draw.random() < 0.5:
+        with contextlib.suppress(UserError):
+            return ask(folder, 1, "actor.generate", limit_s=30)
+        return "an engine that may not join"
+    if not ranks and not engines:
+        return "nothing that joins or leaves"
+    victim = draw.choice(ranks or engines)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL if ranks else signal.SIGTERM)
+    return f"{names[victim]} leaves"
+
+
 FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] = {
     "kill -9": kill,
     "freeze": freeze,
     "garbage": garbage,
     "damage": damage,
     "full disk": full_disk,
+    "join or leave": change,
 }
-EARLIEST = {"garbage": 1, "damage": 1, "full disk": 1}
+EARLIEST = {"garbage": 1, "damage": 1, "full disk": 1, "join or leave": 1}
 """After this many steps there is something to damage; killed and stopped processes may also be starting."""
 DONE_TO = {"kill -9": "Killed", "freeze": "Frozen"}
 

@@ -26,7 +26,7 @@ from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import Limits, Trajectory, response_columns, trajectory_columns
-from braidrl.agents.turns import TurnTemplate
+from braidrl.agents.turns import EnvironmentFailed, TurnTemplate
 from braidrl.algorithms.policy_metrics import reflection_counts, repeats_itself
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
@@ -45,7 +45,7 @@ from braidrl.flow.signatures import columns_of
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
-from braidrl.rewards.verify import decoded
+from braidrl.rewards.verify import LEFT_OUT, decoded
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyStop, early_verify_stages
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
@@ -157,6 +157,12 @@ class Generation:
         if role in self.publishers:
             self.publishers[role].close()
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.deployment, ranks)
+
+    def regroup(self, workers: Mapping[str, TrainingBackend]) -> None:
+        """Make publishers for ranks that have changed; all of them call this together."""
+        for role, publisher in list(self.publishers.items()):
+            publisher.close()
+            self.publishers[role] = publisher_of(workers[role], self.engines[role], self.deployment)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`; without rows only collective
@@ -301,6 +307,19 @@ class Generation:
             on_finished=finished,
         )
         return await player.play(rows)
+
+    def undrawn(self, stage: Stage, row: Rows) -> Response | Trajectory:
+        """Return the result of a row that is left out, because engines have ended with it: nothing is drawn or
+        checked.
+        """
+        (uid,) = row.uids()
+        self.checks.left_out.add(uid)
+        if "environment" not in stage.params:
+            return Response(uid, torch.empty(0, dtype=torch.int64), FinishReason.ERROR, {})
+        trajectory = Trajectory(uid)
+        trajectory.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))
+        trajectory.fail(EnvironmentFailed("died", LEFT_OUT))
+        return trajectory
 
     def trajectory_columns(
         self, stage: Stage, played: Sequence[Trajectory], limits: Limits, sums: Sums

@@ -49,11 +49,13 @@ class Checks:
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
         self.lock = threading.Lock()
         self.shown: set[tuple[str, str]] = set()
+        self.left_out = set[Uid]()
+        """Rows that are not checked: engines have ended with them."""
 
     def begin(self, stage: Stage, rows: Rows) -> Pending:
         """Send rows to the reward processes before the stage runs."""
         assert self.rewards is not None, "no answer is checked in this process"
-        started = self.rewards.submit(rows, stage.params.get("of"))
+        started = self.rewards.submit(rows, stage.params.get("of"), self.left_out)
         self.pending.setdefault(stage.name, []).append((rows, started))
         return started
 

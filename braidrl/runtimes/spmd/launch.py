@@ -21,8 +21,10 @@ from braidrl.runtimes.prepare.deployment import deploy, started_by_torchrun
 from braidrl.runtimes.prepare.run_flow import build_flow
 
 
-def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
+def in_ranks(config: Config, entry: str, options: Mapping[str, Any], most_losses: int = 0) -> Any:
     """Run `module:function(world, task)` on every rank; return rank 0's result, a JSON value.
+
+    The ranks that are left go on after `most_losses` losses, unless `torchrun` has started them.
 
     Under `torchrun` every rank calls this, and gets the result. A rank that only noticed another's failure prints one
     line and ends. Raises UserError, before anything starts, for a configuration that the ranks cannot run, and
@@ -35,7 +37,8 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
     if not started_by_torchrun():
         deployment, cluster = checked_ranks(config), config.cluster
         starter = RayLauncher(cluster, config.device) if deployment.launcher == "ray" else LocalLauncher(config.device)
-        return run_ranks(entry, task, rank_pool(deployment), cluster.wait_limit_s, starter, cluster.silence_s)
+        limits = cluster.wait_limit_s, starter, cluster.silence_s, most_losses
+        return run_ranks(entry, task, rank_pool(deployment), *limits)
     # This process is a rank already.
     world = joined_world(config)
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from braidrl.cluster.child import at_end
 from braidrl.cluster.world import World
 from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
@@ -84,7 +85,15 @@ class RankBackend:
         self.executor.load(folder)
         self.publish(version)
 
+    def regroup(self) -> None:
+        """Work with the present ranks of the world from now on; all of them call this together."""
+        self.exchange, self.waves = ShardExchange(self.world, self.interrupts, self.trace), 0
+        self.accumulated.clear()
+        self.executor.regroup()
+
     def close(self) -> None:
+        if self.executor.close in at_end:
+            at_end.remove(self.executor.close)
         self.executor.close()
         if self.trace is not None:
             self.trace.close()
@@ -245,6 +254,9 @@ class RankBackend:
         parts = [part_path(path, rank) for rank, count in enumerate(wrote) if count]
         if self.world.first and parts:
             join_parts(path, parts)
+            # Files of ranks that were lost while they recorded.
+            for left in path.parent.glob(part_path(path, 0).name.replace("rank-0", "rank-*")):
+                left.unlink()
 
     def save_rows(self, path: Path, table: Shard) -> None:
         """Move the rows, less than a batch, to the rank that writes the checkpoint."""
@@ -266,3 +278,9 @@ class RankBackend:
         if self.any_stage or stage.name not in self.flow.inputs:
             return None
         return [column.name for column in self.flow.inputs[stage.name]]
+
+
+def rank_backend(backend: object) -> RankBackend:
+    """Return the backend of a process that is one of several ranks."""
+    assert isinstance(backend, RankBackend), "only these ranks are lost and come back"
+    return backend

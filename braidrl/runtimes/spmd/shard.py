@@ -81,6 +81,13 @@ class Shard:
         payload = self.payload.take(place[chosen[owner == self.rank]])
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
+    def renumbered(self, ranks: Mapping[int, int], rank: int) -> "Shard":
+        """Return the table after ranks have new numbers; this one is now `rank`. Raises KeyError if the payload of a
+        row was on a rank without one.
+        """
+        owner = torch.tensor([ranks[each] for each in self.owner.tolist()], dtype=torch.int64)
+        return replace(self, owner=owner, rank=rank)
+
     @staticmethod
     def cat(tables: "Sequence[Shard]") -> "Shard":
         index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])

@@ -48,6 +48,8 @@ from braidrl.runtimes.streaming.work import (
 )
 from braidrl.weights.versions import UNKNOWN, LoadingSchedule
 
+DEATHS_OF_ROW = 3
+"""Engines that may end with a row; it then stays without a response."""
 OF_LEADERS = Stepped | WeightsGiven | NewWeights | OrderDone
 
 
@@ -98,8 +100,12 @@ class ControlPlane(QueueController):
         self.holders: dict[str, WorkerHolder] = {}
         self.gone: set[str] = set()
         """Workers that were dead or have left: their late messages do not bring them back."""
-        self.deaths = Counter[Uid]()
-        """How many workers have ended while they had a row."""
+        self.deaths = Counter[tuple[str, Uid]]()
+        """How many workers have ended while they had a row of a consumer."""
+        self.suspects, self.left_out = set[Uid](), set[Uid]()
+        """Rows with which as many engines have ended that the next one gets them alone, and those that no engine draws
+        any more.
+        """
         self.weights, self.activity = Versions(exported), Activity()
         self.copies: dict[str, Copy] = {}
         """The source weights of a due train stage's update without a loss."""
@@ -343,12 +349,23 @@ class ControlPlane(QueueController):
             self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.location is not None}
             for stream in self.streams:
                 for lease in stream.tasks.leases.of(holder) if died else ():
-                    self.deaths.update(stream.tasks.left(lease))
+                    rows = stream.tasks.left(lease)
+                    self.deaths.update((lease.task, row) for row in rows)
+                    if stream.consumers.by_name[lease.task].kind is Kind.GENERATE:
+                        self._suspect(lease.task, rows)
                 stream.tasks.give_up(stream.tasks.leases.of(holder))
             # A worker that never registered has written nothing.
             if gone is not None:
                 known = {block.name for block in self.held.counts if block.address == gone.address}
                 self.data.abandon(gone.address, holder, known)
+
+    def _suspect(self, task: str, rows: Sequence[Uid]) -> None:
+        """Give rows to one engine alone after all but the last of the deaths that leave a row out."""
+        out = {row for row in rows if self.deaths[task, row] >= DEATHS_OF_ROW}
+        self.activity.left_out += len(out - self.left_out)
+        self.left_out |= out
+        self.suspects -= out
+        self.suspects |= {row for row in rows if self.deaths[task, row] == DEATHS_OF_ROW - 1}
 
     def train_again(self, version: int) -> bool:
         """Repeat the training towards the version after this one, with all rows as they are.
@@ -448,7 +465,8 @@ class ControlPlane(QueueController):
             )
             playing = sum(lease.left for other, lease in leases if "environment" in other.stages[0].params)
             most = min(most, self.episodes - playing)
-        return stream.take(name, request, most, self.clock(), seconds, version if stream is self.training else None)
+        version = version if stream is self.training else None
+        return stream.take(name, request, most, self.clock(), seconds, version, self.suspects, self.left_out)
 
     def _step(self, request: TakeWork) -> Step | Give | None:
         """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither

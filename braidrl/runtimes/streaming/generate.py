@@ -145,13 +145,22 @@ class GenerateLoop:
         self.leases[work.lease] = work
         work.left, work.ended = len(keys), work.size - len(keys)
         self.flight.update(dict.fromkeys(keys))
+        undrawn = {
+            key: self.generation.undrawn(stage, rows.take([number]))
+            for number, key in enumerate(keys)
+            if key[1] in leased.left_out
+        }
         if "environment" in stage.params:
             for number, key in enumerate(keys):
+                if key in undrawn:
+                    continue
                 played = self.generation.played(self.running, stage, rows.take([number]), self.limits)
                 self.episodes[key] = asyncio.create_task(played)
                 self.episodes[key].add_done_callback(partial(self._episode_ended, key))
         else:
             key_of = dict(zip((request.uid for request in requests), keys, strict=True))
+            key_of = {uid: key for uid, key in key_of.items() if key not in undrawn}
+            requests = [request for request in requests if request.uid in key_of]
             # Rows that may be suspended resume within their budgets; an evaluation's rows are drawn whole.
             if (earlier := self.generation.partial(stage, rows, self.version)) is not None:
                 self.earlier[work.lease] = earlier
@@ -162,6 +171,11 @@ class GenerateLoop:
                     self._note_end(key_of.pop(uid), (complete, Drawn.after([], [])))
             self.keys.update(key_of)
             self.running.start_rows(requests, self._row_ended)
+        for key, result in undrawn.items():
+            if work.lease in self.earlier and isinstance(result, Response):
+                self._note_end(key, (result, Drawn.after([], [])))
+            else:
+                self._note_end(key, result)
         if stage.name not in self.spans:
             span = self.context.trace.begin(stage.name, leased.iteration, self.version)
             self.spans[stage.name] = span, WORK.begin(stage.name)

@@ -58,6 +58,8 @@ class Activity:
     """Bytes of new weights that engines have read."""
     drawn_again: int = 0
     """Rows started by an engine and forgotten with a lost trainer."""
+    left_out: int = 0
+    """Rows that no engine draws any more, because several have ended with them."""
     updates: Sums = field(default_factory=Sums)
     """Seconds that each engine stood still to load weights, and that a rank took to write its share."""
     _noted: float | None = None
@@ -79,8 +81,9 @@ class Activity:
                 found[f"streaming/idle/{name}"] = idle / (idle + busy)
         found["streaming/weight_bytes"] = float(self.weight_bytes)
         found["streaming/rows_drawn_again"] = float(self.drawn_again)
+        found["streaming/rows_left_out"] = float(self.left_out)
         found |= self.updates.means()
-        self.seconds, self.weight_bytes, self.drawn_again, self.updates = {}, 0, 0, Sums()
+        self.seconds, self.weight_bytes, self.drawn_again, self.left_out, self.updates = {}, 0, 0, 0, Sums()
         return found
 
 

@@ -41,7 +41,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.streaming.consumers import Consumers
-from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.control import DEATHS_OF_ROW, ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group
 from braidrl.runtimes.streaming.weights import remove_weights
@@ -57,8 +57,8 @@ PEERS_LIMIT_S = 10.0
 """Seconds that a rank without peers waits for their error."""
 ROWS_GROUP = Group(ROWS, "rows", None, (), 1)
 HOUR_S = 3600.0
-SUSPECT, NAMED = 3, 8
-"""Lost workers after which a row that all of them had is named, and the most rows that are named."""
+NAMED = 8
+"""The most rows that a message names."""
 PREEMPTED = "preempted"
 """The kind of failure of a process that was asked to leave."""
 
@@ -192,14 +192,21 @@ class Processes:
                 f"({killed.process.describe_end()}); go on from the last checkpoint"
             )
         if not self.repairs.spend(time.monotonic()):
-            rows = [uid for uid, count in self.control.deaths.most_common(NAMED) if count >= SUSPECT]
-            suspects = f"; rows that {SUSPECT} or more lost workers had: {rows}" if rows else ""
+            most = self.control.deaths.most_common(NAMED)
+            rows = [uid for (_, uid), count in most if count >= DEATHS_OF_ROW]
+            suspects = f"; rows that {DEATHS_OF_ROW} or more lost workers had: {rows}" if rows else ""
             raise WorkerError(
                 f"{killed.group.name} {killed.number} is gone ({killed.process.describe_end()}), after "
                 f"{self.repairs.per_hour} other losses within an hour; look for their common cause, or raise "
                 f"streaming.repairs_per_hour={self.repairs.per_hour}{suspects}"
             )
+        before = set(self.control.left_out)
         self.restart(peers)
+        for uid in sorted(self.control.left_out - before):
+            tell(
+                f"row {uid} (source, group, sample) is left out: {DEATHS_OF_ROW} engines have ended with it, the last "
+                f"while it ran alone ({killed.process.describe_end()}); it stays without a response"
+            )
 
     def workers_of(self, group: str) -> dict[int, list[Member]]:
         """Return the processes of each worker of a group, by the worker's number."""
@@ -372,7 +379,7 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
             return
     else:
         world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
-        ranks = DataParallel(world.group, world)
+        ranks = DataParallel(supervisor=world)
     consumers = {**Consumers(flow).by_name, **Consumers(prepared.evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
     held = [str(group.role)] if group.kind == "model" else []

@@ -8,7 +8,7 @@ socket, no payload.
 The runtime and the simulator drive the same object; time is an argument.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, TrainingBatch, admissible, check_staleness, trained_on
@@ -245,12 +245,13 @@ class StreamSchedule:
         most: int,
         engine_version: int | None = None,
         ranks: int = 1,
+        suspects: Set[Uid] = frozenset(),
     ) -> Lease | None:
         """Lease up to `most` ready rows to a worker of a consumer, or return None; whole batches for a consumer of
         these.
 
-        An engine that holds `engine_version` gets no rows that would be too stale for training. Other arguments are as
-        for `Tasks.take`.
+        An engine that holds `engine_version` gets no rows that would be too stale for training. It gets each of the
+        `suspects` alone: if it ends again, the row is the cause. Other arguments are as for `Tasks.take`.
         """
         consumer = self.consumers.by_name[name]
         if most <= 0 or not consumer.takes_rows:
@@ -279,6 +280,8 @@ class StreamSchedule:
             lease = self.tasks.lease(name, rows, holder, now, seconds)
         else:
             lease = self.tasks.take(name, holder, now, seconds, most, self.samplers.get(name, FIRST_IN), ranks, bucket)
+        if lease is not None and suspects and name in self.consumers.generating:
+            lease = self._isolated(lease, now, seconds, suspects)
         if lease is None:
             return None
         if consumer.kind is Kind.GENERATE and engine_version is not None and self.sizes.max_staleness:
@@ -291,6 +294,23 @@ class StreamSchedule:
             stale = check_staleness(self.progress.published + 1, versions, self.sizes.max_staleness, lease.rows)
             self.max_staleness_seen = max(self.max_staleness_seen, stale)
         return lease
+
+    def _isolated(self, lease: Lease, now: float, seconds: float, suspects: Set[Uid]) -> Lease | None:
+        """Return a lease without suspects, or of one suspect alone for an idle holder; None if it may have no row
+        now.
+        """
+        rows = self.tasks.left(lease)
+        held = {row for other in self.tasks.leases.of(lease.holder) for row in self.tasks.left(other)}
+        if suspects.isdisjoint(held):
+            return lease
+        before = held.difference(rows)
+        chosen = (
+            [row for row in rows if row not in suspects] if before else [row for row in rows if row in suspects][:1]
+        )
+        self.tasks.release(lease, rows)
+        # Nothing runs beside a suspect.
+        chosen = chosen if suspects.isdisjoint(before) else []
+        return self.tasks.lease(lease.task, chosen, lease.holder, now, seconds)
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
         """Record that a consumer has completed rows of its leases; of a generate stage, with the oldest version of

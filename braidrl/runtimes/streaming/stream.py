@@ -3,7 +3,7 @@
 admit ──▶ table ◀──take: payload locations─▶ complete: index columns ─▶ verdicts ─▶ close the batch ─▶ publish ─▶ record
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Rows, Uid
 from braidrl.flow import Flow, Kind
-from braidrl.flow.batches import Sizes
+from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
@@ -178,14 +178,23 @@ class Stream:
     # Work
 
     def take(
-        self, name: str, request: TakeWork, most: int, now: float, seconds: float, version: int | None
+        self,
+        name: str,
+        request: TakeWork,
+        most: int,
+        now: float,
+        seconds: float,
+        version: int | None,
+        suspects: Set[Uid] = frozenset(),
+        left_out: Set[Uid] = frozenset(),
     ) -> tuple[LeasedRows, Sequence[Frame]] | None:
         """Lease up to `most` rows of a consumer to the worker that requests them, or return None.
 
-        `version` is the one that the worker's engine holds; other arguments are as for `Tasks.take`.
+        `version` is the one that the worker's engine holds, and `left_out` are the rows that it must not draw; other
+        arguments are as for `StreamSchedule.take`.
         """
         schedule = self.schedule
-        lease = schedule.take(name, request.holder, now, seconds, most, version, request.ranks)
+        lease = schedule.take(name, request.holder, now, seconds, most, version, request.ranks, suspects)
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
@@ -204,6 +213,8 @@ class Stream:
             payload=payload,
             states={s.name: self.states[s.name] for s in consumer.stages if s.state},
         )
+        if consumer.kind is Kind.GENERATE and left_out:
+            answer.left_out = [n for n, uid in enumerate(uids) if uid in left_out]
         if self.partial_rollout and consumer.kind is Kind.GENERATE:
             answer.to_the_end = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
@@ -230,6 +241,10 @@ class Stream:
             if (column := next(filter(is_version, part.index), None)) is not None:
                 drawn = part.index[column].tolist()
                 versions.update({uid: drawn[place] for uid, place in part.rows.items()})
+                # A row without tokens is as fresh as its batch.
+                tokens = part.index.get(f"{column.removesuffix('version')}action_tokens")
+                empty = [uid for uid, place in part.rows.items() if tokens is not None and not tokens[place]]
+                versions.update({uid: trained_on(self.schedule.iteration_of[uid[1]]) for uid in empty})
         for lease, rows in held.items():
             if unfinished:
                 self.schedule.suspend(lease, {row: versions[row] for row in rows})

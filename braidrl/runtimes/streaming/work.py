@@ -55,6 +55,8 @@ class LeasedRows(Leased, kw_only=True):
     """The values of the consumer's stages with a state."""
     to_the_end: Sequence[int] = ()
     """Positions of the rows that may not be suspended."""
+    left_out: Sequence[int] = ()
+    """Positions of the rows with which too many engines have ended: they stay without a response."""
     batch: BatchPlan | None = None
 
 

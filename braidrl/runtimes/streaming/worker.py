@@ -246,7 +246,7 @@ class StageLoop:
                 parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
                 assert work.weights is not None, "an update without a loss takes another role's weights"
                 try:
-                    source_of(work.weights).put_into(parts, Ranks(self.world.group, self.world))
+                    source_of(work.weights).put_into(parts, Ranks(supervisor=self.world))
                 except ValueError as error:
                     raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
                 # They are freed after the leader reports the step: by then every rank has them.

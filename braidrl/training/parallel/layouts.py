@@ -312,7 +312,7 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     assert replica is not None
     per_stage = layout.ranks_per_replica // layout.pipeline
     return DataParallel(
-        world.group,
+        world.own_group,
         world.supervisor,
         # The first rank of the replica's last pipeline stage.
         is_reporting_rank=replica.rank() == layout.ranks_per_replica - per_stage,

@@ -436,6 +436,31 @@ class RoleWorker(ShardedBackend):
             (folder / name).write_bytes(content)
         (folder / checkpoint.DIGESTS).write_text(json.dumps(digests))
 
+    def changing_tensors(self) -> dict[str, Tensor]:
+        """Return, by name, all tensors of this rank that training changes: weights, and the optimizer's state."""
+        weights = dict(self.model.named_parameters()) if self.lora else self.model.state_dict(keep_vars=True)
+        found = {f"model.{n}": t.detach() for n, t in (lora.adapters_of(weights) if self.lora else weights).items()}
+        state = self.optimizer.state() if self.optimizer is not None else {}
+        return found | {f"{checkpoint.OPTIMIZER}.{name}": tensor.detach() for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore `changing_tensors`; gradients are dropped."""
+        for name, tensor in self.changing_tensors().items():
+            if name.startswith("model."):
+                tensor.copy_(tensors[name])
+        if self.optimizer is not None:
+            prefix = f"{checkpoint.OPTIMIZER}."
+            self.optimizer.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        self._forget_past()
+
+    def _forget_past(self) -> None:
+        """Forget what belongs to the weights before they were replaced."""
+        self.weight_updates += 1
+        self._nonfinite.clear()
+        if self.vision is not None:
+            self.images.clear()
+
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         self.ranks.reshard(self.model)
@@ -477,10 +502,7 @@ class RoleWorker(ShardedBackend):
                 names = {name: name for name, _ in self.model.named_parameters()}
                 stored = {own: name for name, own in lora.adapters_of(names).items()} if self.lora else {}
                 self.optimizer.read_masters(masters, stored)
-        self.weight_updates += 1
-        self._nonfinite.clear()
-        if self.vision is not None:
-            self.images.clear()
+        self._forget_past()
 
     def optim_step(
         self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
