@@ -54,7 +54,7 @@ def test_ranks_go_on_without_lost_ones_and_take_them_in_again(capfd: pytest.Capt
     assert len(rounds) >= 6 and rounds[0][1] == 3 and {ranks for _, ranks in rounds} <= {1, 2, 3}
     assert capfd.readouterr().err.count("the others go on") == 2
     with pytest.raises(LostProcess, match="rank 0 is gone") as lost:
-        run_ranks("tests.cluster.ranks:renewed", {**task, "dies": [["2.0", 1], ["0.0", 1]]}, 3, 60.0, most_losses=1)
+        run_ranks("tests.cluster.ranks:renewed", {**task, "dies": [["2.0", 1], ["0.0", 3]]}, 3, 60.0, most_losses=1)
     assert lost.value.restarts == 1
 
 
