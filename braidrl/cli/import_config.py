@@ -18,7 +18,14 @@ import yaml
 
 from braidrl.cli import import_rules
 from braidrl.cli.import_rules import RULES, Decide, Imported
-from braidrl.cli.import_scripts import COMMAND_LINE, UNKNOWN_TO_READERS, arguments, overrides, read_commands
+from braidrl.cli.import_scripts import (
+    COMMAND_LINE,
+    UNKNOWN_TO_READERS,
+    PythonScript,
+    arguments,
+    overrides,
+    read_commands,
+)
 from braidrl.config import parse_config
 from braidrl.errors import UserError, shown
 from braidrl.parsing import flat, read_yaml
@@ -151,6 +158,11 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
     """Return the framework of a configuration or script, and the keys that it sets. Raises UserError for others."""
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
+    if path.suffix == ".py":
+        script = PythonScript(path)
+        if command := script.command():
+            return FRAMEWORKS["TRL"], {COMMAND_LINE: f"trl {command}", **script.given()}
+        raise UserError(f"{path} calls no trainer of TRL, such as GRPOTrainer")
     if path.suffix not in (".yaml", ".yml"):
         return read_script(path)
     tree = read_yaml(path)
@@ -209,7 +221,7 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     # Keys follow the table's order, so that a rule finds what rows above it have made.
     order = {key: number for number, key in enumerate(framework.table)}
     keys = sorted(known | usable, key=lambda key: order.get(key, len(order)))
-    one = Imported(known | usable, path.parent)
+    one = Imported(known | usable, frozenset(usable), path.parent)
     one.flow = one.made["flow"] = framework.flow(one.given)
     outcomes = {key: translate(framework, one, key) for key in keys}
     framework.finish(one)
@@ -238,7 +250,7 @@ def without_value(value: Any) -> KeyOutcome:
     """Return what became of a key without a value that can be read."""
     if value in (None, "???", {}):
         return KeyOutcome(WITHOUT, "it has no value")
-    return KeyOutcome(DECIDE, f"{shown(value)} is known to the shell or to Hydra alone; write the value")
+    return KeyOutcome(DECIDE, f"{shown(value)} is known to the script or to Hydra alone; write the value")
 
 
 def translate(framework: Framework, one: Imported, key: str) -> KeyOutcome:
@@ -307,7 +319,11 @@ def write_imported(path: Path, target: Path) -> Iterator[str]:
     yield f"{target}: {len(list(flat(tree)))} keys; check it with `braid train {target} --dry-run`"
     counts = Counter(outcome.kind for outcome in outcomes.values())
     yield f"{len(outcomes)} keys: {', '.join(f'{counts[kind]} {kind}' for kind in (TRANSLATED, DECIDE, WITHOUT))}"
+    from braidrl.runtimes.prepare.run_flow import (
+        build_flow,
+    )  # here: it imports torch, which the lines need not wait for
+
     try:
-        parse_config(tree)
+        build_flow(parse_config(tree))
     except UserError as error:
         yield f"to be mended in {target}: {error}"

@@ -47,6 +47,8 @@ class Imported:
     """A configuration of another framework by its keys, its defaults included, and the keys of Braid made of it."""
 
     given: Mapping[str, Any]
+    written: frozenset[str] = frozenset()
+    """The keys that the configuration has, without defaults."""
     folder: Path = Path()
     """Folder of the configuration, for data files with relative paths."""
     flow: str = "grpo"
@@ -169,12 +171,25 @@ def loss(one: Imported, value: Any, to: str) -> Any:
     return LOSSES[value](one, float(low), float(one.get(f"{ACTOR}.clip_ratio_high", "epsilon_high", default=both)))
 
 
+DUAL_CLIPS = {f"{ACTOR}.clip_ratio_c", "delta", "dual_clip", "eps_clip_c"}
+"""Keys of the dual clip."""
+
+
+def ratio_level(one: Imported, value: Any, to: str) -> Any:
+    """Return the loss for TRL's level of the ratio."""
+    return loss(one, "gspo", to) if value == "sequence" else None if value == "token" else Decide("token or sequence")
+
+
 def loss_alone(one: Imported) -> None:
     """Leave the settings of the recipe's own loss out where another loss is named."""
     if isinstance(named := one.made.get("algorithm.loss"), dict):
         for name in ("clip_low", "clip_high", "dual_clip"):
             one.made.pop(f"algorithm.{name}", None)
+        for key in one.written & DUAL_CLIPS:
+            one.advice[key] = f"the loss {named['name']} has no dual clip"
         if named["name"] in OVER_ROWS:
+            if "importance_sampling_level" in one.written and one.get("loss_type", default="grpo") != "grpo":
+                one.advice["loss_type"] = f"{named['name']} averages over rows: aggregate is seq-mean-token-mean"
             one.made["algorithm.aggregate"] = "seq-mean-token-mean"
 
 
@@ -200,6 +215,19 @@ def trl_loss(one: Imported, value: Any, to: str) -> Any:
         one.made["algorithm.aggregate"] = aggregate(one, "seq-mean-token-sum-norm", to)
     made = loss(one, name, to) if name in LOSSES else None
     return made if made or name in means or name == "dr_grpo" else Decide("see `braid list losses`")
+
+
+def overlong(one: Imported, value: Any, to: str) -> Any:
+    """Return the tokens before a response's limit in which DAPO punishes its length, if that is on."""
+    section = one.key.rpartition(".")[0]
+    is_on = one.get(f"{section}.enable", default=True)
+    return int(one.number(f"{section}.len", default=0)) or None if is_on else None
+
+
+def overlong_factor(one: Imported, value: Any, to: str) -> Any:
+    if float(value) != 1 and one.made.get("algorithm.overlong_cache"):
+        return Decide("the recipe dapo has the penalty 1: write the flow with another, see `braid flow dapo --yaml`")
+    return None
 
 
 def correction(one: Imported, value: Any, to: str, cap: str) -> Any:
@@ -377,6 +405,9 @@ def reward_functions(one: Imported, value: Any, to: str) -> Any:
     made = []
     for number, name in enumerate(names):
         known = REWARDS.get(str(name))
+        if known is None and ":" in str(name):  # a function of the script itself
+            known, function = str(name), str(name).rpartition(":")[2]
+            one.advice["reward_funcs"] = f"{function}(completions, ...) becomes {function}(response, answer, metadata)"
         if known is None and "." not in str(name):
             return Decide("a function of yours is file.py:function, called with response, answer and metadata")
         if known is None:
@@ -658,6 +689,9 @@ RULES: dict[str, Rule] = {
     "zero": zero,
     "offload": lambda one, value, to: OFFLOAD if value else None,
     "lora": lora,
+    "ratio_level": ratio_level,
+    "overlong": overlong,
+    "overlong_factor": overlong_factor,
     "vllm": vllm,
     "vllm_more": vllm_more,
     "vllm_one": vllm_one,

@@ -153,6 +153,79 @@ def read_commands(path: Path) -> list[list[str]]:
     return commands
 
 
+TRAINER = re.compile(r"(?:^|\.)(?:GRPO|RLOO|DPO|SFT|Reward)(Trainer|Config)$")
+"""TRL's classes, by whose calls its scripts in Python are read."""
+LORA = {"r": "lora_r"}
+"""Arguments of peft's LoraConfig whose names do not begin with `lora_` in TRL's commands."""
+
+
+class PythonScript:
+    """A script in Python that calls TRL's trainer: the keywords of its calls, as far as they are written there."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the script, without executing it. Raises UserError if it is no Python."""
+        try:
+            self.tree = ast.parse(read_text(path))
+        except (SyntaxError, ValueError, RecursionError) as error:
+            raise UserError(f"{path} is no Python: {error}") from None
+        self.path = path
+        assigned = [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
+        self.variables = {node.targets[0].id: node.value for node in assigned if isinstance(node.targets[0], ast.Name)}
+        self.functions = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+
+    def command(self) -> str:
+        """Return the name of the trainer that is called, as in `grpo`; an empty text for none."""
+        called = [ast.unparse(node.func) for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        names = [name.rpartition(".")[2] for name in called if TRAINER.search(name)]
+        return next((re.sub(r"Trainer|Config", "", name).lower() for name in names), "")
+
+    def given(self) -> dict[str, Any]:
+        """Return keys and values, by the names that TRL's commands have."""
+        found = dict[str, Any]()
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            if TRAINER.search(name):
+                pairs = [(word.arg, word.value) for word in node.keywords if word.arg and word.arg != "args"]
+                for key, value in pairs:
+                    found |= self.data(key, value) or {key: self.value(value)}
+            elif name.rpartition(".")[2] == "LoraConfig":
+                found["use_peft"] = True
+                for word in node.keywords:
+                    key = word.arg or ""
+                    found[LORA.get(key, key if key.startswith("lora_") else f"lora_{key}")] = self.value(word.value)
+        if found.get("use_peft"):
+            found.pop("peft_config", None)
+        return found
+
+    def data(self, key: str, value: ast.expr) -> dict[str, Any]:
+        """Return what `load_dataset` was called with, if this argument is its result."""
+        value = self.variables.get(value.id, value) if isinstance(value, ast.Name) else value
+        if key != "train_dataset" or not isinstance(value, ast.Call):
+            return {}
+        if ast.unparse(value.func).rpartition(".")[2] != "load_dataset":
+            return {}
+        names = ("dataset_name", "dataset_config")
+        keywords = {"path": names[0], "name": names[1], "split": "dataset_train_split"}
+        found = dict(zip(names, map(self.value, value.args), strict=False))
+        return found | {keywords[w.arg]: self.value(w.value) for w in value.keywords if w.arg in keywords}
+
+    def value(self, node: ast.expr) -> Any:
+        """Return a literal, also by its variable, and the place of a function; anything else as `$(text)`."""
+        if isinstance(node, ast.Name) and node.id in self.variables:
+            node = self.variables[node.id]
+        if isinstance(node, ast.Name) and node.id in self.functions:
+            return f"{self.path.name}:{node.id}"
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(part) for part in node.elts]
+        number = arithmetic(ast.unparse(node))
+        try:
+            return ast.literal_eval(node) if number is None else number
+        except (ValueError, TypeError, SyntaxError):
+            return f"$({ast.unparse(node)})"
+
+
 def scalar(text: str) -> Any:
     """Return the value of an argument: a number, true or false, null, a list or mapping, else text."""
     for kind in (int, float):
@@ -168,7 +241,7 @@ def scalar(text: str) -> Any:
 
 def overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield keys and values of Hydra's overrides, as in `a.b=c` and `+a.b=c`; other words are keys without a value."""
-    for word in words:
+    for word in filter(None, words):  # the script's own arguments are none
         key, has_value, value = word.partition("=")
         if has_value and not key.startswith("-"):
             found = scalar(value)

@@ -59,7 +59,7 @@ ray job submit --address="${RAY_ADDRESS}" --working-dir "." -- python3 -m recipe
     data.train_batch_size=512 data.max_response_length=${max_response} \
     algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc \
     actor_rollout_ref.model.path=Qwen/Qwen2.5-32B actor_rollout_ref.actor.clip_ratio_high=0.28 \
-    actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.entropy_coeff=0 \
+    actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.rollout.n=16 \
     +reward_model.reward_kwargs.overlong_buffer_cfg.len=$((1024 * 1)) reward_model.reward_manager=dapo \
     trainer.project_name="${project}" trainer.nnodes=16 trainer.total_epochs=10
 """
@@ -228,6 +228,60 @@ def test_a_dapo_script_becomes_the_recipe_with_its_overlong_buffer(tmp_path: Pat
     assert config.algorithm["overlong_cache"] == 1024 and config.algorithm["clip_high"] == 0.28
     assert config.data.train[0].path == Path("~/data/dapo-math-17k.parquet")
     assert "trainer.steps" in outcomes["trainer.total_epochs"].text
+
+
+@pytest.mark.parametrize(("on", "tokens"), [("True", 256), ("False", None)])
+def test_the_overlong_buffer_keeps_its_meaning_under_its_old_names_too(on: str, tokens: Any, tmp_path: Path) -> None:
+    old = VERL_DAPO.replace("+reward_model.reward_kwargs.overlong_buffer_cfg.len=$((1024 * 1))", "").replace(
+        "reward_model.reward_manager=dapo",
+        f'reward_model.overlong_buffer.len=256 reward_model.overlong_buffer.enable={on} "$@"',
+    )
+    (tmp_path / "run.sh").write_text(old)
+    tree, outcomes = import_config(tmp_path / "run.sh")
+    assert tree["algorithm"].get("overlong_cache") == tokens and "" not in outcomes
+    assert outcomes["reward_model.overlong_buffer.len"].kind == (TRANSLATED if tokens else WITHOUT)
+
+
+TRL_SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+data = load_dataset("org/sums", "main", split="train")
+STEPS = 4 * 25
+
+
+def short(completions, **more):
+    return [-float(len(one)) for one in completions]
+
+
+def main():
+    settings = GRPOConfig(
+        output_dir="runs", num_generations=4, max_completion_length=64, max_steps=STEPS, epsilon=0.1, delta=2.0,
+        loss_type="dr_grpo", importance_sampling_level="sequence", seed=len(data),
+    )
+    GRPOTrainer(
+        model="org/model", reward_funcs=[short], args=settings, train_dataset=data, peft_config=LoraConfig(r=8),
+    ).train()
+"""
+
+
+def test_a_script_of_trl_in_python_is_read_by_its_calls_and_never_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRL_SCRIPT + "\nraise SystemExit('executed')\n")
+    tree, outcomes = import_config(tmp_path / "train.py")
+    assert tree["model"] == "org/model" and tree["reward"] == {"verify": "train.py:short"}
+    assert tree["data"]["train"] == [{"path": "org/sums", "subset": "main", "split": "train"}]
+    assert tree["trainer"]["steps"] == 100 and tree["trainer"]["lora"]["rank"] == 8
+    assert tree["algorithm"]["loss"] == {"name": "gspo", "low": 0.1, "high": 0.1}
+    assert {key for key, one in outcomes.items() if one.kind == DECIDE} == {
+        "seed",
+        "delta",
+        "loss_type",
+        "reward_funcs",
+    }
+    (tmp_path / "other.py").write_text("print(1)")
+    with pytest.raises(UserError, match="GRPOTrainer"):
+        import_config(tmp_path / "other.py")
 
 
 def test_openrlhf_and_slime_keep_groups_kl_data_fields_and_layout(tmp_path: Path) -> None:
