@@ -50,7 +50,7 @@ class EnvironmentUnderTest:
 async def what_it_says_can_be_said(subject: EnvironmentUnderTest) -> None:
     first, *observations = await subject.play(subject.texts)
     if first is not None:
-        check_context(first)
+        check_context(first.said if isinstance(first, Observation) else first)
     assert observations and all(isinstance(observation, Observation) for observation in observations)
 
 

@@ -15,7 +15,8 @@ In a process of the sandbox, an environment or agent answers requests:
 
 -> {"load": null}        <- {}
 -> {"make": null}        <- {"tools", "closes"}         -> {"step": text}             <- an observation
--> {"reset": example}    <- {"context"}                 -> {"close": null}            <- {}
+-> {"reset": example}    <- {"context"}, or an observation
+-> {"close": null}       <- {}
 -> {"act": [url, example]}     <- an observation        any                           <- {"failure", "detail"}
 """
 
@@ -46,8 +47,9 @@ class Environment(Protocol):
     It may also have `tools`, JSON schemas for the chat template, and `close()`, called when the trajectory ends.
     """
 
-    def reset(self, example: dict[str, Any]) -> Awaitable[Context | None] | Context | None:
-        """Return the first context, or None to use the example's own prompt.
+    def reset(self, example: dict[str, Any]) -> Awaitable[Context | Observation | None] | Context | Observation | None:
+        """Return the first context, None to use the example's own prompt, or an observation that names with `policy`
+        the role that begins.
 
         `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a
         group.
@@ -143,7 +145,7 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
         if method == "make":
             environment = found
             return {"tools": list(getattr(found, "tools", ())), "closes": hasattr(found, "close")}
-        if method in ("reset", "close"):
+        if method == "close" or (method == "reset" and not isinstance(found, Observation)):
             return {"context": found} if method == "reset" else {}
         seen = outcome_of(found) if method == "act" else found
         if not isinstance(seen, Observation):
@@ -154,6 +156,8 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
             "done": bool(seen.done),
             "restart": bool(seen.restart),
             "correct": None if seen.correct is None else bool(seen.correct),
+            "policy": seen.policy,
+            "rewards": {role: float(reward) for role, reward in seen.rewards.items()},
         }
 
     return answer

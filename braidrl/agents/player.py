@@ -5,6 +5,12 @@ or an agent, a function with its own loop and any client library, calls the endp
 context ──▶ engine ──▶ sampled tokens ──append──▶ Trajectory        environment
                 ▲                                     ▲                 |
                 └──────────── its tokens ─────────────┴── observation, tokenised alone
+
+With several policies an episode has a trajectory for each. An observation names the policy that reads it and acts next:
+
+actor  context ──▶ turn ┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈ observation ──▶ turn
+                    └─▶ environment ─┐      ▲
+rival                       context ──▶ turn ┘
 """
 
 import asyncio
@@ -40,6 +46,8 @@ class Player(ABC):
     limits: Limits
     seed: int = 0
     on_finished: Callable[[Trajectory], None] = lambda trajectory: None
+    policies: tuple[str, ...] = ()
+    """The other roles that take turns in each episode."""
 
     async def play(self, rows: Rows) -> list[Trajectory]:
         """Play one trajectory for each row, at most `at_once` at a time, and return them in the order of the rows."""
@@ -51,15 +59,18 @@ class Player(ABC):
             async with free:
                 # A process that was killed from outside is no fault of the environment.
                 for attempt in range(1 + max(1, self.limits.retries)):
-                    trajectory = Trajectory(uid, attempt=attempt)
+                    others = {role: Trajectory(uid) for role in self.policies}
+                    trajectory = Trajectory(uid, attempt=attempt, others=others)
                     try:
                         await self.play_one(trajectory, prompt, metadata)
                     except EnvironmentFailed as failed:
                         trajectory.fail(failed)
                     if not trajectory.killed and (not trajectory.failure or attempt >= self.limits.retries):
                         break
-                if not trajectory.sequence_lengths:
-                    trajectory.append(prompt.ids, opens=True, images=prompt.images)
+                for each in trajectory.every:
+                    if not each.sequence_lengths:
+                        each.append(prompt.ids, opens=True, images=prompt.images)
+                        each.idle = bool(self.policies)
                 self.on_finished(trajectory)
                 return trajectory
 
@@ -133,6 +144,18 @@ class EnvironmentPlayer(Player):
     stage: str = "generate"
     columns: tuple[str, ...] = ()
     """Columns per token that the engine returns beside those of every response."""
+    role: str = "actor"
+    """The role whose trajectory is the row's own."""
+
+    def trajectory_of(self, trajectory: Trajectory, role: str) -> Trajectory:
+        """Return a policy's trajectory in an episode. Raises EnvironmentFailed for a role that does not play."""
+        found = trajectory if role == self.role else trajectory.others.get(role)
+        if found is None:
+            playing = ", ".join([self.role, *trajectory.others])
+            raise EnvironmentFailed(
+                "policy", f"the environment names {role!r}, and {playing} play; name it in `policies` of {self.stage}"
+            )
+        return found
 
     async def play_one(self, trajectory: Trajectory, prompt: SeenIds, metadata: dict[str, Any]) -> None:
         environment, limit = await self.ask(self.make), None
@@ -162,6 +185,12 @@ class EnvironmentPlayer(Player):
         prompts = self.template.template.with_arguments(example.get(TEMPLATE) or {})
         template = replace(self.template, template=prompts)
         context = await self.ask(environment.reset, example)
+        policy = self.role
+        if isinstance(context, Observation):
+            if context.done or context.reward or context.rewards:
+                raise EnvironmentFailed("reset", "it gives a reward or ends the episode before the first turn")
+            policy, context = context.policy or policy, context.said or None
+        acting = self.trajectory_of(trajectory, policy)
         if context is None and not tools:
             said, opens = prompt, True
         else:
@@ -172,39 +201,52 @@ class EnvironmentPlayer(Player):
                 raise EnvironmentFailed("TypeError", str(error)) from error
             said, opens = tokenised(template.first, context, tools), True
         while True:
-            sampled = await trajectory.sample_turn(
+            sampled = await acting.sample_turn(
                 self.engine,
                 said.ids,
                 self.sampling,
                 limits.max_sequence_tokens,
                 self.purpose,
-                self.stage,
+                # Each policy draws with random numbers of its own.
+                self.stage if policy == self.role else f"{self.stage} {policy}",
                 columns=self.columns,
                 opens=opens,
                 images=said.images,
+                policy=policy,
             )
-            if trajectory.finish_reason is FinishReason.ABORT:
+            if acting.finish_reason is FinishReason.ABORT:
+                trajectory.end(FinishReason.ABORT)
                 return
             if loop.time() > end:
                 raise EnvironmentFailed("timeout", f"the episode took over {limits.episode_timeout_s:g} s")
             observation = await self.ask(environment.step, template.text(sampled, tools))
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
-            trajectory.add_reward(observation.reward, observation.correct, limits.max_abs)
+            acting.add_reward(observation.reward, observation.correct, limits.max_abs)
+            for role, reward in observation.rewards.items():
+                self.trajectory_of(trajectory, role).add_reward(reward, None, limits.max_abs)
             if observation.done:
                 return
-            held, opens = trajectory.sequence, False
-            if trajectory.turns < limits.max_turns and observation.restart:
-                said, known = tokenised(template.first, observation.said, tools), trajectory.sequence_images
+            policy = observation.policy or policy
+            acting = self.trajectory_of(trajectory, policy)
+            if sum(one.turns for one in trajectory.every) >= limits.max_turns:
+                # An observation without a turn after it is not appended.
+                trajectory.end(FinishReason.LENGTH)
+                return
+            if not acting.sequence_lengths:
+                said = tokenised(template.first, observation.said or example["prompt"], tools)
+                held, opens = [], True
+            elif observation.restart:
+                held, known = acting.sequence, acting.sequence_images
+                said = tokenised(template.first, observation.said, tools)
                 opens = said.ids[: len(held)] != held or [*said.images[: len(known)]] != known
                 rest = moved(said.images[len(known) :], -len(held))
                 said = said if opens else SeenIds(said.ids[len(held) :], rest)
-            elif trajectory.turns < limits.max_turns:
+            else:
+                held, opens = acting.sequence, False
                 said = tokenised(template.following, observation.said, held[-1], tools)
-            room = limits.max_sequence_tokens - len(said.ids) - (0 if opens else len(held))
-            if trajectory.turns >= limits.max_turns or room < 1:
-                # An observation without a turn after it is not appended.
-                trajectory.finish_reason = FinishReason.LENGTH
+            if limits.max_sequence_tokens - len(said.ids) - (0 if opens else len(held)) < 1:
+                trajectory.end(FinishReason.LENGTH)
                 return
 
 

@@ -49,8 +49,9 @@ class SandboxedEnvironment:
         self.tools, self._session, self._closes = tools, session, made.get("closes") is True
 
     async def reset(self, example: dict[str, Any]) -> Any:
-        """Return the first context, any JSON value."""
-        return (await answer_of(self._session, "reset", example)).get("context")
+        """Return the first context, any JSON value, or the observation of the role that begins."""
+        found = await answer_of(self._session, "reset", example)
+        return observation_of(found) if "policy" in found else found.get("context")
 
     async def step(self, text: str) -> Observation:
         return observation_of(await answer_of(self._session, "step", text))
@@ -72,7 +73,8 @@ def observation_of(found: Message) -> Observation:
             raise TypeError("it says neither yes nor no")
         if isinstance(found["reward"], bool) or not isinstance(found["reward"], int | float):
             raise TypeError("its reward is not a number")
-        return Observation(found.get("said", ""), float(found["reward"]), done, correct, restart)
+        policy, rewards = found.get("policy"), found.get("rewards", {})
+        return Observation(found.get("said", ""), float(found["reward"]), done, correct, restart, policy, rewards)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFailed("result", f"its process gave an answer that is none: {error}") from error
 

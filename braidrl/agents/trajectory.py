@@ -72,6 +72,10 @@ class Trajectory:
     """True if the environment's process was ended from outside."""
     attempt: int = 0
     """Failed attempts before this one."""
+    others: dict[str, "Trajectory"] = field(default_factory=dict)
+    """By role the trajectories of the other policies in the same episode."""
+    idle: bool = False
+    """True for a policy that took no turn of its episode."""
 
     @property
     def sequence(self) -> list[int]:
@@ -83,6 +87,11 @@ class Trajectory:
         """Return the images of the current sequence, counted from its first token."""
         start = len(self.tokens) - self.sequence_lengths[-1]
         return [span for span in moved(self.images, -start) if span.start >= 0]
+
+    @property
+    def every(self) -> list["Trajectory"]:
+        """Return the trajectories of all policies of the episode, this one first."""
+        return [self, *self.others.values()]
 
     @property
     def turns(self) -> int:
@@ -156,13 +165,14 @@ class Trajectory:
         opens: bool = False,
         images: Sequence[ImageSpan] = (),
         on_token: Callable[[int, int], None] | None = None,
+        policy: str | None = None,
     ) -> list[int]:
         """Append `ids`, to a new sequence if they open one, and a turn that an engine samples after them; return the
         sampled tokens.
 
-        The turn is shortened to the room in the sequence. `on_token` is called with each sampled token's index in the
-        turn, and its id. Raises UserError if there is no room for a token; nothing was appended then, as after an error
-        of the engine.
+        `policy` is the role whose weights sample, where an engine has several. The turn is shortened to the room in the
+        sequence. `on_token` is called with each sampled token's index in the turn, and its id. Raises UserError if
+        there is no room for a token; nothing was appended then, as after an error of the engine.
         """
         context = [*ids] if opens else [*self.sequence, *ids]
         seen = [*images] if opens else [*self.sequence_images, *moved(images, len(context) - len(ids))]
@@ -175,7 +185,16 @@ class Trajectory:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         prompt, drawn = torch.tensor(context, dtype=torch.int64), self.action_tokens
         request = Request(
-            self.uid, prompt, sampling, purpose, stage, drawn, columns=columns, images=tuple(seen), on_token=on_token
+            self.uid,
+            prompt,
+            sampling,
+            purpose,
+            stage,
+            drawn,
+            columns=columns,
+            images=tuple(seen),
+            on_token=on_token,
+            policy=policy,
         )
         turn = await engine.submit(request)
         self.append(ids, opens=opens, images=images)
@@ -183,9 +202,14 @@ class Trajectory:
         self.finish_reason = turn.finish_reason
         return turn.tokens.tolist()
 
+    def end(self, reason: FinishReason) -> None:
+        """Record why the episode ended, for every policy."""
+        for trajectory in self.every:
+            trajectory.finish_reason = reason
+
     def fail(self, failed: EnvironmentFailed) -> None:
         """Record the failure that ended the trajectory."""
-        self.finish_reason = FinishReason.ERROR
+        self.end(FinishReason.ERROR)
         self.failure, self.detail, self.killed = failed.reason, failed.detail, failed.killed
 
     def add_reward(self, reward: float, correct: bool | None, max_abs: float) -> None:
@@ -226,8 +250,9 @@ def trajectory_columns(
     )
     score = torch.tensor([t.score for t in trajectories], dtype=torch.float32)
     correct = [t.score >= limits.correct_score if t.correct is None else t.correct for t in trajectories]
-    # The score of a failed trajectory says nothing about its actions, nor about its group's prompt.
-    counted = [t.finish_reason is not FinishReason.ERROR for t in trajectories]
+    # The score of a failed trajectory, or of one without a turn, says nothing about its actions, nor about its group's
+    # prompt.
+    counted = [t.finish_reason is not FinishReason.ERROR and not t.idle for t in trajectories]
     mask, sequences = generated["action_mask"], generated["sequence_lengths"]
     assert isinstance(mask, Ragged) and isinstance(sequences, Ragged)
     images = {"images": Objects(tuple([list(span) for span in t.images] for t in trajectories))} if sees else {}
@@ -248,6 +273,20 @@ def trajectory_columns(
         ),
         "turn_states": Ragged.from_rows([turn_states(t) for t in trajectories], torch.int64),
     }
+
+
+def with_oldest_version(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of several policies' trajectories, with the version of each episode's oldest token in all
+    namespaces; that of an episode without tokens is 0.
+    """
+    ages, never = dict[str, Tensor](), torch.iinfo(torch.int64).max
+    for name, version in columns.items():
+        if name.rsplit(".", 1)[-1] == "version":
+            drawn = columns[f"{name.removesuffix('version')}action_tokens"]
+            assert isinstance(version, Tensor) and isinstance(drawn, Tensor)
+            ages[name] = version.where(drawn > 0, never)
+    oldest = torch.stack([*ages.values()]).amin(0)
+    return {**columns, **dict.fromkeys(ages, oldest.where(oldest < never, 0))}
 
 
 def turn_states(trajectory: Trajectory) -> list[int]:

@@ -16,8 +16,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -241,14 +241,23 @@ class Observation:
 
     It is appended if it extends the context's tokens, else it opens a new sequence.
     """
+    policy: str | None = None
+    """The role that takes the next turn and reads `said`; by default the one that took the last turn."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of other roles, each for its last turn: `reward` is that of the role that has just acted."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a reward that is not finite, and TypeError for a context that is neither text nor
-        messages.
+        messages, or for rewards or a policy of another form.
         """
         check_context(self.said)
-        if not math.isfinite(self.reward):
-            raise ValueError(f"the reward of a turn must be a finite number, got {self.reward}")
+        if not (self.policy is None or isinstance(self.policy, str)) or not isinstance(self.rewards, Mapping):
+            raise TypeError(f"`policy` names a role, and `rewards` give each role a number: {self}")
+        for role, reward in {"turn": self.reward, **self.rewards}.items():
+            if isinstance(reward, bool) or not isinstance(role, str):
+                raise TypeError(f"`rewards` give each role a number, not {self.rewards!r}")
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward of a turn must be a finite number, got {reward}")
 
 
 def check_context(said: object) -> None:

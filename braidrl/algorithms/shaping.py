@@ -193,3 +193,54 @@ def kl_of(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragge
 def kl_shaped(per_row: Tensor, kl: Ragged, factor: float) -> Ragged:
     """Return factor·KL per action token, plus `per_row` (B,) at the row's last one."""
     return kl.with_values(factor * kl.values + at_row_end(per_row.to(kl.values.dtype), kl).values)
+
+
+def expected_points(rating: float) -> float:
+    """Return the share of points that a lead of so many Elo points promises, 1/(1 + 10^(−rating/400))."""
+    return 1 / (1 + 10 ** (-rating / 400))
+
+
+def game_sums(score: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the points of the rows in which the policy has acted, 1 for a positive score and 1/2 for 0, and their
+    number.
+    """
+    played = (action_tokens > 0).double()
+    if statistics_mask is not None:
+        played = played * (statistics_mask > 0)
+    points = (torch.sign(score.double()) + 1) / 2
+    return {"points": (points * played).sum(), "games": played.sum()}
+
+
+def next_rating(state: dict[str, float], totals: dict[str, float], *, gain: float = 200.0) -> dict[str, float]:
+    """Return rating + gain·(s − E), s the share of points in this batch and E the expected one; without a game the
+    rating stays.
+    """
+    if not totals["games"]:
+        return dict(state)
+    return {"rating": state["rating"] + gain * (totals["points"] / totals["games"] - expected_points(state["rating"]))}
+
+
+@shapes.register(
+    writes=["expected_points"],
+    sums=game_sums,
+    state={"rating": 0.0},
+    update_state=next_rating,
+    needs=Needs({"rating": (-1e4, 1e4), "gain": (0, 1e4)}),
+)
+def elo(
+    score: Tensor,
+    action_tokens: Tensor,
+    statistics_mask: Tensor | None = None,
+    *,
+    gain: float = 200.0,
+    state: dict[str, float],
+) -> Tensor:
+    """Return the expected points (B,) of each row's policy, from a rating that follows its results: its lead over those
+    it plays, in Elo points.
+
+    A score above 0 is a win, 0 a draw, below 0 a loss. The rating is in the metrics, and in checkpoints.
+
+    Args:
+        gain: Elo points by which a batch of wins raises a rating of 0, times two.
+    """
+    return torch.full_like(score, expected_points(state["rating"]))

@@ -50,6 +50,8 @@ def show_row(run: Path, evaluation: str | None, name: str, say: Say) -> None:
 
 def facts_of(segment: dict[str, Any]) -> Iterator[str]:
     """Yield a segment's kind, its number of tokens, the values of its turn and the means of those of its tokens."""
+    if "policy" in segment:
+        yield segment["policy"]
     yield segment["kind"] if segment["turn"] is None else f"turn {segment['turn'] + 1}"
     yield f"{len(segment['tokens'])} tokens"
     for name, value in segment.get("values", {}).items():

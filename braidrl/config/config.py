@@ -158,7 +158,7 @@ class EnvironmentConfig(SandboxConfig):
     retries: int = Field(0, ge=0, le=100)
     """A trajectory that failed is played again from its start, at most this number of times, in a new environment."""
     max_turns: int = Field(16, ge=1, le=MOST_ROWS)
-    """Maximum number of the model's turns in one trajectory."""
+    """Maximum number of turns in one trajectory, or with several `policies` of all of them in an episode."""
     variables: list[str] = []
     """Environment variables that it receives from the run, in addition to PATH and the like."""
     host: str = "127.0.0.1"
@@ -353,6 +353,11 @@ class RolloutConfig(Section):
     dtype: DType | None = None
     """Dtype of the engine's weights; by default the model's, and the weights are then shared with the trainer and not
     copied.
+    """
+    shared_base: bool = False
+    """Policies that play together (`policies` of a generate stage), each trained with `lora` on one model, draw with
+    one embedded engine: a step has rows of all of them, and the frozen weights of their trainers and of the engine
+    exist once. Their tokens are those of separate engines, up to rounding. It decodes without compiled kernels.
     """
     compile: bool = True
     """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes without a C compiler,

@@ -18,6 +18,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.flow import policies_of
 from braidrl.training.acceptance import check_plan
 from braidrl.training.backends import supported
 from braidrl.training.decoders.shrink import EXPERTS
@@ -142,6 +143,11 @@ class Engines:
             TRANSPORTS.check(way)
             if not (self.started or self.mode.concurrent):
                 yield f"rollout.weights={way} is for engine processes; write rollout.engines=1, or remove it"
+        if self.home == "servers" and len(generating) > 1:
+            yield (
+                f"rollout.servers have the weights of one role, and {' and '.join(generating)} generate; write "
+                "rollout.engine=vllm or embedded"
+            )
         if self.hosts_vllm:
             yield from self._hosting_faults(config, generating)
         elif kind in ("vllm", "http") and layout.grouping:
@@ -223,7 +229,7 @@ class Deployment:
     @cached_property
     def generating(self) -> tuple[str, ...]:
         """Return the roles that need an engine."""
-        return tuple(dict.fromkeys(str(s.role) for s in self.stages if s.kind is Kind.GENERATE))
+        return tuple(dict.fromkeys(role for stage in self.stages for role in policies_of(stage)))
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
@@ -234,6 +240,31 @@ class Deployment:
     def inference_layouts(self) -> dict[str, ParallelLayout]:
         """Return the inference layout of each trained role that infers in another layout than it trains in."""
         return inference_layouts(self.config, self.flow)
+
+    @cached_property
+    def shared_base(self) -> tuple[str, ...]:
+        """Return the roles that generate with one engine, as adapters on one model; empty if each has its own."""
+        together = [policies_of(stage) for stage in self.stages] if self.config.rollout.shared_base else []
+        return tuple(dict.fromkeys(role for roles in together if len(roles) > 1 for role in roles))
+
+    def _sharing_faults(self) -> Iterator[str]:
+        """Yield why policies cannot share the base weights of one engine."""
+        key, roles = "rollout.shared_base", self.shared_base
+        if self.config.rollout.shared_base and not roles:
+            yield f"{key} is for roles that play together, by `policies` of a generate stage; remove it"
+        own = {role: settings_of(role, self.config) for role in roles}
+        for role, settings in own.items():
+            if settings.lora is None or settings.lora.base_dtype is not None:
+                yield f"{key}: {role} has no adapters on weights of its dtype; write roles.{role}.lora, or remove {key}"
+            if settings.model != own[roles[0]].model:
+                yield f"{key}: {role} and {roles[0]} have other models; write one for both, or remove {key}"
+        if roles and (self.engines.home != "process" or self.engines.kind != "embedded" or self.mode.concurrent):
+            yield (
+                f"{key}: policies share the embedded engine of the process that trains them; write "
+                "rollout.engine=embedded with runtime=eager, distributed or hybrid, or remove it"
+            )
+        if roles and self.resident_gib is not None:
+            yield f"{key}: weights that roles share are not offloaded; remove it, or trainer.resident_gib"
 
     @property
     def resident_gib(self) -> float | None:
@@ -281,7 +312,8 @@ class Deployment:
         """
         plays = any("environment" in stage.params for stage in self.stages)
         pools = self.pools if self.mode.pools_ranks else ()
-        faults = [self.engines.faults(self.config, self.generating, plays), self._layout_faults(flow)]
+        faults = [self.engines.faults(self.config, self.generating, plays), self._sharing_faults()]
+        faults.append(self._layout_faults(flow))
         for fault in chain(*faults, *(self._pool_faults(pool) for pool in pools)):
             raise UserError(fault)
 
@@ -323,6 +355,12 @@ class Deployment:
     def _pool_faults(self, pool: Pool) -> Iterator[str]:
         """Yield weights that cannot reach a pool; raise UserError for layouts that its ranks do not fill."""
         engines = self.engines
+        for stage in self.stages:
+            if stage.role in pool.generating and (apart := [r for r in policies_of(stage) if r not in pool.generating]):
+                yield (
+                    f"{stage.name} plays with engines of one process; put {stage.role} and {apart[0]}, or "
+                    f"{stage.role}{GENERATE} and {apart[0]}{GENERATE}, into one pool, as placement=colocate does"
+                )
         for stage in self.flow.stages:
             source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
             if source is not None and stage.role in pool.roles and source not in pool.roles:

@@ -27,6 +27,7 @@ from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.chat import end_ids_of
 from braidrl.engines.deployment import Deployment
+from braidrl.engines.embedded.adapters import PolicyAdapters, share_weights
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, EngineSpec, ServedEngine
@@ -39,6 +40,7 @@ from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.compute.rope import most_positions
+from braidrl.training.decoders.body import PACKED, plan_of_model
 from braidrl.training.loading import load_decoder, load_vision, read_model_config
 from braidrl.training.lora import adapter_config
 from braidrl.training.parallel.layouts import DataParallel
@@ -63,28 +65,35 @@ def start_engine(
     worker: TrainingBackend | None,
     deployment: Deployment,
     tokenizer: PreTrainedTokenizerBase,
+    started: Mapping[str, RoleEngine],
 ) -> RoleEngine:
     """Start the engine of a role, which `worker` trains, or with None other processes. All `ranks` that generate for it
-    call this together.
+    call this together. Beside the engines `started` for other roles, those of other processes share one event loop, and
+    policies on a shared base one engine.
 
     Raises UserError for a model that the engine cannot use.
     """
     config, engines, spec = deployment.config, deployment.engines, engine_spec(role, deployment)
     rollout, limit_s = config.rollout, config.cluster.wait_limit_s
+    beside = next((engine for engine in started.values() if isinstance(engine, EngineService)), None)
     if lora := adapters_sent(worker, config):
         room = min(rank for rank in LORA_RANKS if rank >= lora.rank)
         own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
         spec = replace(spec, options={**own, **spec.options})
     if engines.home == "servers":
-        return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens)
+        return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens, beside)
     if engines.hosts_vllm or engines.pools_ranks:
         return spmd_engine(spec, role, ranks, worker, deployment, tokenizer)
     if engines.apart:
-        return EngineService(engines_of(role, ranks, spec, deployment), limit_s)
+        return EngineService(engines_of(role, ranks, spec, deployment), limit_s, beside=beside)
     if rollout.engine != "embedded":
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
-        return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s)
+        return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s, beside=beside)
+    if role in deployment.shared_base:
+        if worker is None:
+            raise UserError(f"rollout.shared_base: {role} generates in another pool than it trains in; remove it")
+        return shared_engine(role, torch_worker(worker), deployment, spec, tokenizer, started)
     # Decoding needs all weights on each rank, in its dtype and with adapters merged; else a frozen copy, refreshed at
     # each publication.
     model, dtype = worker.shared_model if worker else None, getattr(torch, spec.dtype)
@@ -99,6 +108,35 @@ def start_engine(
         images=engine_images(model, spec),
         **spec.options,
     )
+
+
+def shared_engine(
+    role: str,
+    worker: RoleWorker,
+    deployment: Deployment,
+    spec: EngineSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    started: Mapping[str, RoleEngine],
+) -> EmbeddedEngine:
+    """Return the engine of all policies on a shared base, with the adapters of a further role: those that are trained.
+
+    The frozen weights of all these roles and of the engine are the same tensors. Raises UserError for a model that the
+    engine cannot compute with several adapters.
+    """
+    known = next((started[other] for other in deployment.shared_base if other in started), None)
+    if worker.ranks.is_sharded:
+        raise UserError(f"rollout.shared_base: ranks shard the weights of {role}; remove it, or write shard=none")
+    if known is None:
+        model = load_decoder(spec.model, getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
+        if plan_of_model(model) != PACKED:
+            raise UserError(f"rollout.shared_base: {spec.model} does not compute packed rows; remove it")
+        share_weights(model, worker.model)
+        seed, adapters = deployment.config.seed, PolicyAdapters(model)
+        known = EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, seed, adapters=adapters)
+    assert isinstance(known, EmbeddedEngine) and known.adapters is not None
+    share_weights(worker.model, known.model)
+    known.adapters.add(role, worker.model)
+    return known
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Deployment) -> list[EngineProcess]:
@@ -132,7 +170,7 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deploy
     """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call
     this together.
     """
-    shared = isinstance(engine, EmbeddedEngine) and engine.model is worker.shared_model
+    shared = isinstance(engine, EmbeddedEngine) and (engine.model is worker.shared_model or engine.adapters is not None)
     if not isinstance(worker, ShardedBackend):
         # A user's own backend without an index of its weights: every full tensor by its name.
         return InPlacePublisher(engine, source=None if shared else worker)
@@ -304,7 +342,12 @@ def with_nodes(deployment: Deployment, devices_of_node: int | None) -> Config:
 
 
 def reach_servers(
-    role: str, ranks: DataParallel, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int
+    role: str,
+    ranks: DataParallel,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    longest: int,
+    beside: EngineService | None,
 ) -> EngineService:
     """Return this rank's servers; each generating rank has its own.
 
@@ -339,7 +382,7 @@ def reach_servers(
         choose_device(config.device),
         limit_s,
     )
-    service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, spec.store)
+    service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, spec.store, beside)
     # A server may still have the weights of an earlier run.
     service.publish(0, ModelWeights(load_decoder(model, own.dtype, torch.device("cpu"))))
     if failures := list(service.router.failures.values()):

@@ -84,6 +84,8 @@ class Request:
     """Columns per token that the response must have beside those of every response, by names as `column_of` takes."""
     images: tuple[ImageSpan, ...] = ()
     """The images in the prompt, whose tokens are expanded."""
+    policy: str | None = None
+    """The role whose weights draw, for an engine that has several."""
     on_token: Callable[[int, int], None] | None = None
     """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows
     it. When a row is restarted on another engine, the same tokens are drawn and reported again.

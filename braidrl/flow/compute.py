@@ -18,7 +18,7 @@ from torch import Tensor
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError, users_errors
 from braidrl.flow import Scope, Stage
-from braidrl.flow.signatures import called, compute_entry, form_of
+from braidrl.flow.signatures import SHARED, called, compute_entry, form_of
 
 State = dict[str, float]
 
@@ -77,7 +77,7 @@ def dropped(stage: Stage, index: Rows) -> dict[int, str]:
 
     Raises UserError if its function returns something else.
     """
-    result = called(compute_entry(stage.type), arguments(stage, index), stage.params)
+    result = called(compute_entry(stage.type), arguments(stage, index), stage.settings)
     if not isinstance(result, Mapping):
         raise UserError(
             f"{stage.name} returned {form_of(result)}; return a dict from a dropped group's number to the reason"
@@ -94,17 +94,19 @@ def dropped(stage: Stage, index: Rows) -> dict[int, str]:
 
 def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
     """Return a registered function's positional arguments: required columns, then optional ones."""
-    entry = compute_entry(stage.type)
+    entry, rows = compute_entry(stage.type), of_namespace(rows, stage.params.get("of"))
     required = [rows[entry.column(parameter)] for parameter in entry.reads]
     return required + [rows.get(entry.column(parameter)) for parameter in entry.optional]
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:
-    """Return the rows with a namespace's columns under plain names, so that they replace the first response."""
+    """Return the rows with a namespace's columns under plain names, so that they replace the first response, but for
+    those that all of a row's trajectories share.
+    """
     if namespace is None:
         return rows
-    prefix = f"{namespace}."
-    return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})
+    named = {n.removeprefix(f"{namespace}."): column for n, column in rows.items() if n.startswith(f"{namespace}.")}
+    return rows.with_columns({name: column for name, column in named.items() if name not in SHARED})
 
 
 def next_state(stage: Stage, state: Mapping[str, float], totals: Mapping[str, float]) -> State:

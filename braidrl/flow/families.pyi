@@ -7,8 +7,8 @@ from braidrl.flow.stage import Stage, When
 
 class AdvantageNames:
     def cost_gae(
-        self, *, gamma: float = 1.0, lam: float = 1.0, id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, gamma: float = 1.0, lam: float = 1.0, of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
@@ -22,7 +22,8 @@ class AdvantageNames:
 
     def decoupled_gae(
         self, *, gamma: float = 1.0, lam_critic: float = 1.0, lam_actor: float | None = None,
-        alpha: float = 0.05, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        alpha: float = 0.05, of: str | None = None, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return `gae` with one λ for the advantages and another for the critic's returns.
 
@@ -31,7 +32,7 @@ class AdvantageNames:
         """
 
     def distillation(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return log π_teacher − log π per action token; the teacher is the reference.
 
@@ -39,8 +40,8 @@ class AdvantageNames:
         """
 
     def gae(
-        self, *, gamma: float = 1.0, lam: float = 1.0, id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, gamma: float = 1.0, lam: float = 1.0, of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
@@ -54,7 +55,7 @@ class AdvantageNames:
 
     def gigpo(
         self, *, weight: float = 1.0, gamma: float = 1.0, scale: bool = True, epsilon: float = 1e-06,
-        id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return A_{i,k} = A^E_i + w·A^S_{i,k}: advantages of whole episodes and of turns from one state, (by
         turn).
@@ -72,34 +73,35 @@ class AdvantageNames:
         """
 
     def group_centered(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
 
     def group_normalized(
-        self, *, epsilon: float = 1e-06, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, epsilon: float = 1e-06, of: str | None = None, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return (R − R̄)/(s + epsilon), s the sample deviation, (B,); 0 for equal scores. GRPO, arXiv 2402.03300;
         DAPO, arXiv 2503.14476.
         """
 
     def leave_one_out(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
         RLOO, arXiv 2402.14740.
         """
 
     def maxrl(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv
         2602.02710.
         """
 
     def mt_grpo(
-        self, *, weight: float = 1.0, scale: bool = True, epsilon: float = 1e-06, id: str | None = None,
-        when: When = ..., after: Sequence[str] = ...
+        self, *, weight: float = 1.0, scale: bool = True, epsilon: float = 1e-06, of: str | None = None,
+        id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return A_{i,k} = Â_i + w·Σ_{l ≥ k} Â_{i,l}: the outcome's advantage, and those of the turns' own rewards.
 
@@ -114,12 +116,13 @@ class AdvantageNames:
         """
 
     def optimal_baseline(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
 
     def pass_at_k(
-        self, *, k: int = 4, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, k: int = 4, of: str | None = None, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in
         closed form.
@@ -132,13 +135,14 @@ class AdvantageNames:
         """
 
     def reinforce_plus_plus(
-        self, *, gamma: float = 1.0, epsilon: float = 1e-08, id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, gamma: float = 1.0, epsilon: float = 1e-08, of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262."""
 
     def reinforce_plus_plus_baseline(
-        self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, epsilon: float = 1e-08, of: str | None = None, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return `advantage` (R − R̄ of `group_centered`) whitened over the batch's tokens.
 
@@ -146,21 +150,21 @@ class AdvantageNames:
         """
 
     def remax(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R minus the reward of the same prompt's greedy response, (B,). ReMax, arXiv 2310.10505."""
 
     def safe_rlhf(
         self, *, threshold: float = 0.0, learning_rate: float = 0.1, multiplier: float = 1.0,
-        id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return (A_reward − λ·A_cost)/(1 + λ); λ ≥ 0 rises by learning_rate·(mean `cost` − threshold) per
         iteration. arXiv 2310.12773.
         """
 
     def turn_gae(
-        self, *, gamma: float = 1.0, lam: float = 1.0, id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, gamma: float = 1.0, lam: float = 1.0, of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return GAE with turns as steps, A_k = Σ_l (γλ)^l·δ_{k+l}, and the returns A_k + V_k at each of a turn's
         tokens.
@@ -174,7 +178,8 @@ class AdvantageNames:
         """
 
     def turn_returns(
-        self, *, gamma: float = 1.0, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, gamma: float = 1.0, of: str | None = None, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return A_{i,k} = G_{i,k} − mean of G_{j,k} over the group's rows j that reached turn k, with the returns
         to go G_{i,k} = Σ_{l ≥ k} γ^(l − k)·r_{i,l}.
@@ -185,7 +190,8 @@ class AdvantageNames:
         """
 
     def whiten(
-        self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, epsilon: float = 1e-08, of: str | None = None, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO
         do.
@@ -196,15 +202,15 @@ class AdvantageNames:
 class ShapeNames:
     def adaptive_kl_penalty(
         self, *, target: float, gain: float = 0.1, estimator: str = "k1", coef: float = 0.05,
-        id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `kl_penalty` with a coefficient that is adapted to a target of the mean KL, in nats per row. arXiv
         1909.08593, section 2.2.
         """
 
     def advantage_kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
@@ -212,15 +218,28 @@ class ShapeNames:
         """
 
     def covariance(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return (log π_old − its mean)·(A − its mean) per action token, means over the batch, at the start of the
         update. arXiv 2505.22617.
         """
 
-    def highest_covariance(
-        self, *, fraction: float, low: float | None = None, high: float | None = None, id: str | None = None,
+    def elo(
+        self, *, gain: float = 200.0, rating: float = 0.0, of: str | None = None, id: str | None = None,
         when: When = ..., after: Sequence[str] = ...
+    ) -> Stage:
+        """Return the expected points (B,) of each row's policy, from a rating that follows its results: its lead
+        over those it plays, in Elo points.
+
+        A score above 0 is a win, 0 a draw, below 0 a loss. The rating is in the metrics, and in checkpoints.
+
+        Args:
+            gain: Elo points by which a batch of wins raises a rating of 0, times two.
+        """
+
+    def highest_covariance(
+        self, *, fraction: float, low: float | None = None, high: float | None = None, of: str | None = None,
+        id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
@@ -235,7 +254,7 @@ class ShapeNames:
         """
 
     def implicit_reward(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return the sum over each row's action tokens of log π − log π_ref, (B,) float64: the reward that a policy
         and its reference imply, without β and a term of the prompt alone.
@@ -244,8 +263,8 @@ class ShapeNames:
         """
 
     def kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return −coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
 
@@ -254,14 +273,14 @@ class ShapeNames:
         """
 
     def overlong_exclude(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Apply `overlong_filter`, and exclude truncated rows from their group's statistics too; two masks (B,)
         float32.
         """
 
     def overlong_filter(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return 0 for rows truncated at the length limit and 1 for others, (B,) float32, times an earlier mask.
 
@@ -270,8 +289,8 @@ class ShapeNames:
         """
 
     def overlong_penalty(
-        self, *, max_response_tokens: int, cache: int, id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, max_response_tokens: int, cache: int, of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache action tokens, falling to −1 at
         max, −1 beyond.
@@ -280,23 +299,23 @@ class ShapeNames:
         """
 
     def response_log_prob(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return the sum of the log-probs of each row's action tokens, (B,) float64: the evaluation of given
         responses.
         """
 
     def row_kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row, for advantages per row (RLOO). arXiv
         1909.08593, equation 2.
         """
 
     def safe_rlhf_kl_penalty(
-        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ...,
-        after: Sequence[str] = ...
+        self, *, coef: float, estimator: str = "k1", of: str | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
@@ -307,7 +326,7 @@ class ShapeNames:
 
 class SelectNames:
     def informative_groups(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Drop groups that are all right or all wrong: they keep 0 < #correct < G.
 
@@ -315,7 +334,7 @@ class SelectNames:
         """
 
     def informative_rewards(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
 
@@ -323,7 +342,7 @@ class SelectNames:
 
 class DataNames:
     def join_response(
-        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
+        self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Join prompt and response ids as sequences, with masks and lengths; actions are all response tokens, or
         those of `response_mask`.

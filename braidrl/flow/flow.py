@@ -12,7 +12,7 @@ from functools import cached_property
 from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.columns import ADMISSION, ADMITTED_IF_GIVEN, Inputs, resolve_columns, serial_order
-from braidrl.flow.signatures import columns_read_later, entry_of, log_probs_column
+from braidrl.flow.signatures import columns_read_later, entry_of, in_namespace, log_probs_column, namespaces_of
 from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage, with_params
 
@@ -49,20 +49,23 @@ class Flow:
                 )
         if not stages:
             raise UserError(f"flow {name} has no stages; write at least one, such as actor.generate()")
-        for role in dict.fromkeys(str(stage.role) for stage in stages if stage.params.get("old") == "recompute"):
-            column = log_probs_column(role)
+        recomputed = ((str(s.role), s.params.get("of")) for s in stages if s.params.get("old") == "recompute")
+        for role, of in dict.fromkeys(recomputed):
+            (column,) = in_namespace(of, (log_probs_column(role),))
             if not any(column in stage.writes for stage in stages):
                 replay = next((s.params["replay"] for s in stages if s.role == role and "replay" in s.params), None)
                 # As late as possible, before the first stage that reads them or trains, so that dropped rows are not
                 # computed.
                 position = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
-                stages = [*stages[:position], make_stage("log_probs", role, {"replay": replay}), *stages[position:]]
+                made = make_stage("log_probs", role, {"replay": replay, "of": of})
+                stages = [*stages[:position], made, *stages[position:]]
         ordered = list(serial_order(stages))
         for position, stage in enumerate(ordered):
             if stage.kind is Kind.GENERATE:
                 # An engine returns a column per token because a later stage reads it.
                 named = stage.params.get("columns", [])
-                read = columns_read_later(stage.params.get("into"), ordered[position + 1 :])
+                spaces, later = namespaces_of(stage.params), ordered[position + 1 :]
+                read = dict.fromkeys(name for space in spaces for name in columns_read_later(space, later))
                 if missing := [name for name in read if name not in named]:
                     ordered[position] = with_params(stage, {"columns": [*named, *missing]})
         self.stages = tuple(ordered)
@@ -196,7 +199,12 @@ def touched_weights(stage: Stage) -> tuple[str, ...]:
     """Return the roles whose weights a stage reads or writes."""
     if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role is None:
         return ()
-    return tuple(dict.fromkeys((stage.role, stage.params.get("source", stage.role))))
+    return tuple(dict.fromkeys((stage.role, stage.params.get("source", stage.role), *policies_of(stage)[1:])))
+
+
+def policies_of(stage: Stage) -> tuple[str, ...]:
+    """Return the roles with whose weights a generate stage samples: its own, and those that play in its episodes."""
+    return (str(stage.role), *stage.params.get("policies", ())) if stage.kind is Kind.GENERATE else ()
 
 
 def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:

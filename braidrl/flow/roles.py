@@ -28,6 +28,7 @@ class Role:
         top_k: int | None = None,
         purpose: str | None = None,
         environment: str | None = None,
+        policies: Sequence[str] | None = None,
         columns: Sequence[str] | None = None,
         id: str | None = None,
         when: When = ALWAYS,
@@ -43,6 +44,8 @@ class Role:
             top_k: Number of tokens to sample from; 0 for all.
             purpose: Key of the random numbers.
             environment: `module:Class`, `module:function`, `gem:name` or `agent:module:function`.
+            policies: Other roles that take turns in the environment; each writes its trajectory into the namespace of
+                its name, as in `rival.tokens`.
             columns: Columns per token that the engine returns beside log-probs and versions, by name or as
                 `file.py:function`; those that a later stage reads need not be named.
         """
@@ -54,6 +57,7 @@ class Role:
             "top_k": top_k,
             "purpose": purpose,
             "environment": environment,
+            "policies": policies,
             "columns": columns,
         }
         return make_stage("generate", self.name, params, id=id, when=when, after=after)
@@ -99,22 +103,36 @@ class Role:
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
 
     def log_probs(
-        self, *, replay: str | None = None, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()
+        self,
+        *,
+        replay: str | None = None,
+        of: str | None = None,
+        id: str | None = None,
+        when: When = ALWAYS,
+        after: Sequence[str] = (),
     ) -> Stage:
         """Return a stage that computes the log-probabilities of the action tokens.
 
         Args:
             replay: `inference` takes the experts of a mixture that the engine chose.
+            of: Namespace of the responses.
         """
-        return make_stage("log_probs", self.name, {"replay": replay}, id=id, when=when, after=after)
+        return make_stage("log_probs", self.name, {"replay": replay, "of": of}, id=id, when=when, after=after)
 
-    def values(self, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:
-        """Return a stage that computes one value per action token."""
-        return make_stage("values", self.name, {}, id=id, when=when, after=after)
+    def values(
+        self, *, of: str | None = None, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()
+    ) -> Stage:
+        """Return a stage that computes one value per action token.
+
+        Args:
+            of: Namespace of the responses.
+        """
+        return make_stage("values", self.name, {"of": of}, id=id, when=when, after=after)
 
     def update(
         self,
         *,
+        of: str | None = None,
         loss: Mapping[str, Any] | None = None,
         aggregate: str | Mapping[str, Any] | None = None,
         old: str | None = None,
@@ -134,6 +152,7 @@ class Role:
         """Return a stage that trains on the batch, or with `source` copies another role's weights.
 
         Args:
+            of: Namespace of the responses.
             loss: The loss, as in `loss.clip(low=0.2)`.
             aggregate: Aggregation over tokens, as in `token-mean`.
             old: Source of the log-probs before the update: `recompute`, `rollout` (the engine's) or `self` (this pass).
@@ -150,6 +169,7 @@ class Role:
         """
         source = source.name if isinstance(source, Role) else source
         params = {
+            "of": of,
             "loss": loss,
             "aggregate": aggregate,
             "old": old,

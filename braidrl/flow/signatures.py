@@ -44,6 +44,8 @@ PLAYED = (
     "observation_tokens",
     *TURNS,
 )
+# Columns of a row that its trajectories share: a stage reads them as they are, whatever its namespace.
+SHARED = ("source", "group", "sample", "metadata", "prompt", "prompt_length", "response", "response_mask", "ptx_tokens")
 # Number of reflection phrases in a response.
 COUNTED = ("reflections",)
 # Columns to which each reward source adds its score: the next source reads the sum so far.
@@ -80,13 +82,15 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
         "top_k": int,
         "purpose": str,
         "environment": str,
+        "policies": list,
         "columns": list,
     },
     "verify": {"correct_score": float, "wrong_score": float, "weight": float, "of": str},
     "score": {"weight": float, "of": str},
-    "log_probs": {"replay": str},
-    "values": {},
+    "log_probs": {"replay": str, "of": str},
+    "values": {"of": str},
     "update": {
+        "of": str,
         "loss": object,
         "aggregate": object,
         "old": str,
@@ -122,7 +126,8 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
     """Return the signature of a role's stage. Raises UserError for an unknown or invalid parameter.
 
     generate   a trajectory, with the `columns` per token that the engine returns beside those of every response; with
-               an environment, the score and the reward come from it
+               an environment, the score and the reward come from it, and each of further `policies` writes a trajectory
+               of the same episode into the namespace of its name
     verify     `correct`, and scores that are added to `score` and `reward`
     score      `<role>_score`, added to `score` and `reward` times its weight; if it is no reward, a column with the
                role's name
@@ -145,8 +150,10 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
         into = params.get("into")
         if into is not None and not into.isidentifier():
             raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
+        check_policies(role, params)
         extra = tuple(column.name for column in map(column_of, params.get("columns", ())))
-        writes = in_namespace(into, (*(PLAYED if "environment" in params else GENERATED), *extra, *COUNTED))
+        of_trajectory = (*(PLAYED if "environment" in params else GENERATED), *extra, *COUNTED)
+        writes = tuple(name for space in namespaces_of(params) for name in in_namespace(space, of_trajectory))
         return Signature(kind=Kind.GENERATE, reads=("prompt", "prompt_length", "metadata"), writes=writes)
     of = params.get("of")
     sequence, summed = in_namespace(of, SEQUENCE), in_namespace(of, SUMMED)
@@ -157,7 +164,7 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
     if type == "score" and (role == "reward" or "weight" in params):
         writes = (*in_namespace(of, (f"{role}_score",)), *summed)
         return Signature(kind=Kind.INFER, reads=sequence, writes=writes, optional=summed)
-    sequence = (*sequence, *replayed_columns(role, type, params))
+    sequence = (*sequence, *in_namespace(of, replayed_columns(role, type, params)))
     columns = {"score": role, "log_probs": log_probs_column(role), "values": VALUES.get(role, f"{role}_values")}
     return Signature(kind=Kind.INFER, reads=sequence, writes=in_namespace(of, (columns[type],)))
 
@@ -167,6 +174,8 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
     if "source" in params:
         if "loss" in params:
             raise UserError(f"{role}.update takes a loss or a source, not both")
+        if "of" in params:
+            raise UserError(f"{role}.update copies the weights of {params['source']} and reads no rows; remove `of`")
         return Signature(kind=Kind.TRAIN)
     if "loss" not in params:
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
@@ -201,7 +210,13 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
     by_turn = ["turn_lengths"] if one_of else []
     optional = [*optional, "loss_mask", "finish_reason", *monitored, *by_turn]
-    return Signature(kind=Kind.TRAIN, reads=columns, optional=tuple(optional), one_of=one_of)
+    of = params.get("of")
+    return Signature(
+        kind=Kind.TRAIN,
+        reads=read_in_namespace(of, columns),
+        optional=read_in_namespace(of, optional),
+        one_of=tuple(read_in_namespace(of, names) for names in one_of),
+    )
 
 
 def replayed_columns(role: str, type: str, params: Mapping[str, Any]) -> tuple[str, ...]:
@@ -258,8 +273,8 @@ def columns_of(stage: Stage) -> tuple[str, ...]:
 
 
 def columns_read_later(namespace: str | None, later: Iterable[Signature]) -> list[str]:
-    """Return the columns per token that an engine must return because later stages read them; the stage generates into
-    this namespace.
+    """Return the columns per token that an engine must return because later stages read them in this namespace of a
+    generate stage.
     """
     written = {name for stage in later for name in stage.writes}
     read = {name for stage in later for name in stage.reads} - written
@@ -269,6 +284,33 @@ def columns_read_later(namespace: str | None, later: Iterable[Signature]) -> lis
 
 def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{namespace}.{name}" for name in columns) if namespace else tuple(columns)
+
+
+def read_in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that a stage with this namespace reads or writes: shared ones, and those of a namespace that
+    is named already, stay as they are.
+    """
+    named = in_namespace(namespace, columns)
+    return tuple(c if c in SHARED or "." in c else n for c, n in zip(columns, named, strict=True))
+
+
+def namespaces_of(params: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """Return the namespaces into which a generate stage with these parameters writes: its own, and one for each of its
+    further policies.
+    """
+    return (params.get("into"), *params.get("policies", ()))
+
+
+def check_policies(role: str, params: Mapping[str, Any]) -> None:
+    """Raise UserError for further policies of a generate stage that has no environment, or for a name that is no role
+    of their own.
+    """
+    policies = params.get("policies", [])
+    if policies and ("environment" not in params or "into" in params):
+        raise UserError(f"{role}.generate: policies take turns in an environment; write `environment` without `into`")
+    for name in policies:
+        if not isinstance(name, str) or not name.isidentifier() or name == role or policies.count(name) > 1:
+            raise UserError(f"{role}.generate: policies are names of other roles, each once, got {name!r}")
 
 
 def class_and_method(type: str) -> tuple[Any, str]:

@@ -92,8 +92,11 @@ class Stage(Signature):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the parameters that the stage's function takes by keyword: all but the initial values of its state."""
-        return {name: value for name, value in self.params.items() if name not in self.state}
+        """Return the parameters that the stage's function takes by keyword: all but the initial values of its state,
+        and the namespace of a stage without a model.
+        """
+        left_out = {*self.state, *(("of",) if self.role is None else ())}
+        return {name: value for name, value in self.params.items() if name not in left_out}
 
     def __str__(self) -> str:
         return self.name
@@ -101,7 +104,6 @@ class Stage(Signature):
 
 def default_name(type: str, role: str | None, params: Mapping[str, Any]) -> str:
     """Return `actor.generate`, with a namespace `actor.generate.greedy`, or the name of a user's function."""
-    if role is None:
-        return type.rsplit(":", 1)[-1]
-    namespace, type = params.get("into") or params.get("of"), type.rsplit(".", 1)[-1]
-    return f"{role}.{type}.{namespace}" if namespace else f"{role}.{type}"
+    namespace = params.get("into") or params.get("of")
+    name = type.rsplit(":", 1)[-1] if role is None else f"{role}.{type.rsplit('.', 1)[-1]}"
+    return f"{name}.{namespace}" if namespace and namespace != role else name

@@ -59,17 +59,20 @@ def make_stage(
         type = signatures.public_name(entry, type)
         if role is not None:
             raise UserError(f"stage {id or type}: the type {type!r} is no model's; remove `role: {role}`")
+        of = params.get("of")
+        if of is not None and not (isinstance(of, str) and of.isidentifier()):
+            raise UserError(f"{type}: of must be a plain name, as in `of: rival`, got {of!r}")
         try:
-            entry.check(dict(params))
+            entry.check({name: value for name, value in params.items() if name != "of"})
             state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
         except (ValueError, TypeError) as error:
             raise UserError(f"{type}: {error}") from None
         selects = registry.selections.get(entry.name) is entry
         signature = Signature(
             kind=Kind.SELECT if selects else Kind.COMPUTE,
-            reads=tuple(entry.column(p) for p in entry.reads),
-            writes=entry.writes,
-            optional=tuple(entry.column(p) for p in entry.optional),
+            reads=signatures.read_in_namespace(of, [entry.column(p) for p in entry.reads]),
+            writes=signatures.read_in_namespace(of, entry.writes),
+            optional=signatures.read_in_namespace(of, [entry.column(p) for p in entry.optional]),
             scope=Scope(entry.scope),
             state=state,
         )
@@ -94,6 +97,10 @@ def with_params(stage: Stage, params: Mapping[str, Any]) -> Stage:
     params = {**stage.params, **params}
     made = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
     return replace(made, name=stage.name)
+
+
+OF = Parameter("of", Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
+"""The namespace whose columns a stage without a model reads and writes."""
 
 
 class RegisteredNames:
@@ -147,4 +154,5 @@ class RegisteredNames:
             for setting, value in entry.state.items()
         ]
         returns = Stage if self._family else dict[str, Any]
-        return inspect.Signature([*settings, *state, *self._also], return_annotation=returns)
+        namespace = [OF] if self._family else []
+        return inspect.Signature([*settings, *state, *namespace, *self._also], return_annotation=returns)

@@ -168,26 +168,48 @@ def episode(record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: 
     """Return a recorded row as JSON: its segments in order, numbers, metadata, and the names of other columns.
 
     A segment is a run of tokens of one kind: `context` (the prompt, or what a further sequence begins with), `model` (a
-    turn) or `observation`. Its tokens have the values of every column with a number per sampled token.
+    turn) or `observation`. Its tokens have the values of every column with a number per sampled token. The segments of
+    further policies, whose columns are in namespaces, follow with the name of their `policy`.
     """
+    numbers = {n: plain(record[n]) for n, about in described.items() if about["kind"] == "index" and not about["shape"]}
+    for name in [name for name in numbers if name.rpartition(".")[2] == "finish_reason"]:
+        if numbers[name] is not None:
+            numbers[name] = FinishReason(numbers[name]).name.lower()
+    segments, named = list[dict[str, Any]](), {*numbers, *PAYLOAD}
+    others = tuple(sorted(name.removesuffix("tokens") for name in described if name.endswith(".tokens")))
+    for prefix in ("", *others):
+        known, forms = columns_in(record, prefix, others), columns_in(described, prefix, others)
+        shown, columns = segments_of(known, forms, tokenizer)
+        segments += [{**segment, **({"policy": prefix[:-1]} if prefix else {})} for segment in shown]
+        named |= {prefix + name for name in (*columns, *PAYLOAD)}
+    metadata = json.loads(record["metadata"]) if record.get("metadata") else {}
+    texts = {"prompt": record.get(PROMPT_TEXT), "response": record.get(RESPONSE_TEXT)}
+    left = sorted(set(described) - named)
+    return {"numbers": numbers, "metadata": metadata, "segments": segments, "texts": texts, "other_columns": left}
+
+
+def columns_in(table: Mapping[str, Any], prefix: str, others: tuple[str, ...]) -> dict[str, Any]:
+    """Return the columns of a namespace under plain names; without a prefix those that are in none of the `others`."""
+    if not prefix:
+        return {name: value for name, value in table.items() if not name.startswith(others)}
+    return {name.removeprefix(prefix): value for name, value in table.items() if name.startswith(prefix)}
+
+
+def segments_of(
+    record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> tuple[list[dict[str, Any]], set[str]]:
+    """Return the segments of one policy's trajectory, and the names of the columns whose values they show."""
     ragged = {name for name, about in described.items() if about["kind"] == "ragged" and not about["shape"]}
     mask = record.get(MASK) or []
     actions, turns = sum(mask), len(record.get("turn_lengths") or [])
     known = {name: record[name] for name in ragged - set(PAYLOAD) if record[name] is not None}
     per_turn = {name: v for name, v in known.items() if name.startswith(PER_TURN) and len(v) == turns}
     per_token = {name: v for name, v in known.items() if name not in per_turn and len(v) == actions}
-    numbers = {n: plain(record[n]) for n, about in described.items() if about["kind"] == "index" and not about["shape"]}
-    if numbers.get("finish_reason") is not None:
-        numbers["finish_reason"] = FinishReason(numbers["finish_reason"]).name.lower()
     segments = [
         segment_of(kind, turn, sequence, tokens, per_turn, first, per_token, tokenizer)
         for kind, turn, sequence, tokens, first in segment_tokens(record)
     ]
-    named = {*numbers, *per_turn, *per_token, *PAYLOAD}
-    metadata = json.loads(record["metadata"]) if record.get("metadata") else {}
-    texts = {"prompt": record.get(PROMPT_TEXT), "response": record.get(RESPONSE_TEXT)}
-    others = sorted(set(described) - named)
-    return {"numbers": numbers, "metadata": metadata, "segments": segments, "texts": texts, "other_columns": others}
+    return segments, {*per_turn, *per_token}
 
 
 def segment_tokens(record: Mapping[str, Any]) -> Iterator[tuple[str, int | None, int, list[int], int]]:

@@ -22,7 +22,7 @@ from braidrl.errors import BadUpdate, users_errors
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import checked, computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.signatures import class_and_method
+from braidrl.flow.signatures import class_and_method, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.runtimes.generating.generation import Generation
@@ -142,7 +142,10 @@ class StageExecutor:
                 self.usage.computing(stage.name, worker, sums, read),
             ):
                 # A model would replay routes that another stage reads.
-                read = read.without([name for name in of_all_tokens() if name not in stage.reads])
+                of = stage.params.get("of")
+                read = read.without(
+                    [name for name in of_all_tokens() if in_namespace(of, [name])[0] not in stage.reads]
+                )
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
             if not len(rows) or stage.type != "score":
                 return {stage.writes[0]: found} if len(rows) else {}
@@ -205,11 +208,12 @@ class StageExecutor:
         of others.
         """
         needs = "group_tokens" in objective.aggregation.reads and len(rows)
+        index = of_namespace(index, objective.namespace)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
 
     def forward_backward(self, objective: Objective, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
         """Accumulate the gradients of rows for the role's next optimizer step; return loss sums by denominator."""
-        worker = self.workers[objective.role]
+        worker, rows = self.workers[objective.role], of_namespace(rows, objective.namespace)
         self.residency.before_training(objective.role)
         # One forward pass for the loss, and one for each auxiliary term.
         passes = [objective.select(rows), *(term.select(rows) for term in objective.auxiliary)] if len(rows) else []

@@ -16,6 +16,8 @@ from braidrl.algorithms.policy_metrics import effective_sample_share, explained_
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import FailedStep, UserError
 from braidrl.flow import Flow, Kind, Scope
+from braidrl.flow.compute import of_namespace
+from braidrl.flow.flow import is_optimized, policies_of
 from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
 from braidrl.runtimes.interfaces import IterationResult
 from braidrl.runtimes.memory.budget import in_units
@@ -72,11 +74,18 @@ def step_metrics(
     batch = result.batch
     metrics["step"], metrics["version"], metrics["time/step"] = step, version, seconds
     metrics["reward/mean"] = mean_of(batch, "reward")
+    for role in dict.fromkeys(role for stage in flow.stages for role in policies_of(stage)[1:]):
+        metrics |= policy_metrics(role, result.generated, batch)
+        metrics["tokens/generated"] = (metrics["tokens/generated"] or 0) + int(
+            of_namespace(result.generated, role)["action_tokens"].sum()
+        )
     # Scores given after the selection exist only for the batch.
     metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     if "cost" in batch:
         metrics["cost/mean"] = mean_of(batch, "cost")
-    metrics["tokens/trained"] = int(trained_rows(batch)["length"].sum()) if "length" in batch else 0
+    spaces = dict.fromkeys(stage.params.get("of") for stage in flow.stages if is_optimized(stage)) or {None: None}
+    trained = [of_namespace(batch, space) for space in spaces] if "length" in batch else []
+    metrics["tokens/trained"] = sum(int(trained_rows(rows)["length"].sum()) for rows in trained)
     metrics["throughput/tokens_per_second"] = (int(batch["length"].sum()) if "length" in batch else 0) / seconds
     if "version" in batch and len(batch):
         metrics["staleness/max"] = int(version - batch["version"].min())
@@ -86,6 +95,19 @@ def step_metrics(
         metrics["actor/kl_old"] = None
     # NaN means that nothing was counted.
     return {k: None if isinstance(value, float) and math.isnan(value) else value for k, value in metrics.items()}
+
+
+def policy_metrics(role: str, generated: Rows, batch: Rows) -> dict[str, float | int | None]:
+    """Return the metrics of a role that plays in other roles' episodes, over the rows in which it has acted."""
+    metrics: dict[str, float | int | None] = {}
+    for name, index, column in (
+        ("score_mean", generated, "score"),
+        ("reward_mean", batch, "reward"),
+        ("length_mean", generated, "action_tokens"),
+    ):
+        own = of_namespace(index, role)
+        metrics[f"{role}/{name}"] = mean_of(own.take(own["action_tokens"] > 0), column)
+    return metrics
 
 
 def training_metrics(result: IterationResult[Any]) -> dict[str, float]:

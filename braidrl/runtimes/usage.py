@@ -50,10 +50,11 @@ class Drawn(NamedTuple):
     def played(trajectories: Sequence[Trajectory]) -> "Drawn":
         """Return the tokens drawn in all turns of trajectories."""
         tokens, seen = np.zeros((2, len(trajectories)), dtype=np.int64)
-        for row, one in enumerate(trajectories):
+        for row, one in ((row, each) for row, episode in enumerate(trajectories) for each in episode.every):
             actions, lengths = np.array(one.actions, dtype=bool), np.array(one.sequence_lengths, dtype=np.int64)
             places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            tokens[row], seen[row] = actions.sum(), places[actions].sum()
+            tokens[row] += actions.sum()
+            seen[row] += places[actions].sum()
         return Drawn(tokens, seen)
 
     @staticmethod

@@ -108,6 +108,8 @@ class Objective:
     """The name in metrics and messages, which is that of its stage."""
     replays: bool = False
     """Whether a mixture's experts are those that the engine chose."""
+    namespace: str | None = None
+    """The namespace of the trajectories that are trained on."""
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any], name: str = "update") -> "Objective":
@@ -139,6 +141,7 @@ class Objective:
             tuple(auxiliary),
             name,
             params.get("replay", "none") != "none",
+            params.get("of"),
         )
 
     def numbered(self, number: int) -> "Objective":

@@ -1,8 +1,13 @@
-"""Nim: players take one to three stones in turn, and who takes the last one wins. A model plays both sides of a row."""
+"""Nim: players take one to three stones in turn, and who takes the last one wins.
+
+A model plays both sides of a row, or two models play a side each.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from braidrl.agents.environments import Observation
@@ -40,3 +45,29 @@ class Nim:
             if not self.stones:
                 return Observation(reward=-1.0, done=True, correct=False)
         return Observation(f" stones {self.stones} take")
+
+
+class Duel(Nim):
+    """A game between `actor` and one of the roles `opponents`; what one wins, the other loses. The group chooses the
+    opponent, and which of the two begins.
+
+    Against the example's `opponent` the actor plays alone.
+    """
+
+    def __init__(self, opponents: Sequence[str] = ("rival",)) -> None:
+        self.opponents = opponents
+
+    async def reset(self, example: dict[str, Any]) -> Observation:
+        stones, source = await super().reset(example), random.Random(example["seed"])
+        sides = ["actor", source.choice(self.opponents)]
+        self.acting, self.other = sides if self.opponent else source.sample(sides, 2)
+        return Observation(stones, policy=self.acting)
+
+    async def step(self, text: str) -> Observation:
+        seen = await super().step(text)
+        if self.opponent:
+            return seen
+        if seen.done:
+            return replace(seen, rewards={self.other: -seen.reward})
+        self.acting, self.other = self.other, self.acting
+        return replace(seen, policy=self.acting)

@@ -93,7 +93,9 @@ def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
     return Observation(done=True)
 
 
-def script_play(make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 0.0) -> tuple[list[Trajectory], float]:
+def script_play(
+    make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 0.0, **settings: Any
+) -> tuple[list[Trajectory], float]:
     """Play episodes in virtual time; return them and their duration."""
     tokenizer = make_chat_tokenizer(None)
 
@@ -102,7 +104,8 @@ def script_play(make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 
 
     async def run() -> tuple[list[Trajectory], float]:
         engine = Script(tokenizer, ["ab"], seconds)
-        episodes = EnvironmentPlayer(engine, made, turn_template(tokenizer), SamplingParams(), limits=limits)  # type: ignore[arg-type]
+        template, sampling = turn_template(tokenizer), SamplingParams()
+        episodes = EnvironmentPlayer(engine, made, template, sampling, limits=limits, **settings)  # type: ignore[arg-type]
         return await episodes.play(rows), asyncio.get_running_loop().time()
 
     return run_virtually(run())
@@ -191,6 +194,31 @@ def test_a_failed_trajectory_is_played_again_as_often_as_allowed(
     (played,), _ = script_play(lambda: Flaky(attempts), rows_of(["?"]), replace(LIMITS, retries=retries))
     assert (played.failure, played.attempt) == (failure, retries)
     assert failure or (played.tokens, played.rewards) == (whole.tokens, whole.rewards)
+
+
+class Debate:
+    """The role `rival` opens, and `actor` answers; the end rewards both. A third role's name comes from the prompt."""
+
+    async def reset(self, example: dict[str, Any]) -> Observation:
+        self.said, self.third = 0, example["prompt"]
+        return Observation("open", policy="rival")
+
+    async def step(self, text: str) -> Observation:
+        self.said += 1
+        policy = ("actor", "rival", self.third)[self.said - 1] if self.said < 4 else None
+        end = {"done": True, "rewards": {"rival": 2.0, "actor": -1.0}} if self.said == 4 else {}
+        return Observation(f"{self.said}", reward=0.5, policy=policy, **end)  # type: ignore[arg-type]
+
+
+def test_each_policy_has_its_own_context_turns_and_rewards_in_one_episode() -> None:
+    (played, failed), _ = script_play(Debate, rows_of(["actor", "judge"]), policies=("rival", "idle"))
+    said = make_chat_tokenizer(None).decode
+    assert [said(one.tokens) for one in played.every] == ["1ab<end>3ab<end>", "openab<end>2ab<end>", "actor"]
+    assert [one.rewards for one in played.every] == [[0.5, -0.5], [0.5, 2.5], []]
+    columns = [trajectory_columns([one], LIMITS) for one in played.every]
+    assert [(float(c["score"]), float(c["statistics_mask"])) for c in columns] == [(0, 1), (3, 1), (0, 0)]  # type: ignore[arg-type]
+    assert failed.failure == "policy" and "rival, idle play" in failed.detail
+    assert all(one.finish_reason is FinishReason.ERROR for one in failed.every)
 
 
 def test_an_episode_ends_after_its_time_limit_and_is_counted() -> None:

@@ -13,6 +13,19 @@ from braidrl.algorithms.registry import shapes
 from tests.algorithms.batches import floats, ragged, ragged_rows
 
 
+@given(st.floats(0.05, 0.95), st.integers(0, 3))
+def test_a_rating_settles_where_it_promises_the_share_of_points_that_is_won(share: float, idle: int) -> None:
+    rating = {"rating": 0.0}
+    for _ in range(400):
+        rating = shaping.next_rating(rating, {"points": 10 * share, "games": 10.0})
+        assert shaping.next_rating(rating, {"points": 0.0, "games": 0.0}) == rating, "no game, no change"
+    assert shaping.expected_points(rating["rating"]) == pytest.approx(share, abs=1e-3)
+    scores, played = torch.tensor([2.0, 0.0, -1.0, 5.0]), torch.tensor([3, 1, 2, 0])
+    sums = shaping.game_sums(scores, played, torch.tensor([1.0] * (4 - idle) + [0.0] * idle))
+    kept = list(zip((1.0, 0.5, 0.0), (played > 0).tolist(), strict=False))[: 4 - idle]
+    assert (float(sums["points"]), float(sums["games"])) == (sum(p for p, _ in kept), sum(g for _, g in kept))
+
+
 def punishment(length: int, longest: int, cache: int) -> float:
     if length <= longest - cache:
         return 0.0

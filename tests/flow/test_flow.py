@@ -135,6 +135,26 @@ def test_second_generation_writes_into_its_namespace():
     assert "greedy.reward" in flow["reward.verify.greedy"].writes
 
 
+def test_further_policies_write_into_namespaces_that_later_stages_read():
+    stages = [
+        actor.generate(environment="a:B", policies=["rival"]),
+        advantage.group_centered(),
+        advantage.group_centered(of="rival"),
+        actor.update(loss=loss.clip(), old="recompute"),
+        Role("rival").update(of="rival", loss=loss.clip(), old="recompute"),
+    ]
+    flow = Flow("two", stages)
+    assert flow.trained_roles == flow.roles == ("actor", "rival")
+    assert flow["advantage.group_centered.rival"].writes == ("rival.advantage",)
+    assert columns_between(flow, "actor.generate", "advantage.group_centered.rival") == {
+        "rival.reward",
+        "rival.statistics_mask",
+    }
+    assert columns_between(flow, "rival.log_probs", "rival.update") == {"rival.rival_log_probs"}
+    assert {"rival.tokens", "rival.length"} <= columns_between(flow, "actor.generate", "rival.update")
+    assert ("actor.generate", "rival.update") in [(e.source, e.target) for e in flow.edges if e.weights == "rival"]
+
+
 def test_columns_of_the_cost_have_names_of_their_own():
     update_of_cost = cost_critic.update(loss=loss.squared_value(), aggregate="mean-of-all")
     assert {"cost_values", "cost_returns"} <= set(update_of_cost.reads)

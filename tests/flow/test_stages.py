@@ -76,6 +76,18 @@ ERRORS = {
         lambda: actor.generate(into="a.b"),
         "actor.generate: into must be a plain name, as in `into: greedy`, got 'a.b'",
     ),
+    "policies without an environment": (
+        lambda: actor.generate(policies=["rival"]),
+        "actor.generate: policies take turns in an environment",
+    ),
+    "policy of the stage's own name": (
+        lambda: actor.generate(environment="a:B", policies=["actor"]),
+        "actor.generate: policies are names of other roles, each once, got 'actor'",
+    ),
+    "namespace of a copy of weights": (
+        lambda: reference.update(source=actor, of="rival"),
+        "reference.update copies the weights of actor and reads no rows; remove `of`",
+    ),
     "parameter that is no plain value": (
         lambda: actor.update(loss={"name": len}),
         "update: parameters are numbers, texts, lists and mappings, not <built-in function len>; "

@@ -50,6 +50,11 @@ FLOWS: dict[str, dict[str, Any]] = {
         "flow": str(ROOT / "tests" / "runtimes" / "two_actors.yaml"),
         "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     },
+    "two policies": {
+        "flow": str(ROOT / "tests" / "runtimes" / "two_policies.yaml"),
+        "rollout": {"max_response_tokens": 4},
+        "trainer": {"prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
+    },
     "dapo with refills": {
         "flow": "dapo",
         "data": {"curriculum": "bands"},
@@ -74,27 +79,27 @@ SOON = ("ppo", "episodes", "two actors", "dapo with refills")
 """Flows that `make test` runs on a driver and in a stream, and all of two ranks; the others are soak tests."""
 PLACEMENTS = ("colocate", "standalone", "split")
 WORKERS = (1, 2, 4)
-# Every flow, every placement and every number of workers; under ranks the flow with more than it needs.
+# Every flow (episodes: with two policies), placement and number of workers; under ranks that with more than it needs.
 FEW = [
     ("grpo", "colocate", 2),
     ("ppo", "split", 2),
     ("diamond", "standalone", 1),
-    ("episodes", "split", 2),
     ("following", "colocate", 2),
     ("two actors", "standalone", 1),
+    ("two policies", "split", 2),
     ("dapo with refills", "colocate", 4),
     ("dapo with surplus", "colocate", 2),
 ]
-# A role that takes its weights from another role lives in the same pool.
+# A role that takes its weights from another role lives in the same pool, as do those that play together.
 EVERYTHING = [
     (flow, placement, workers)
     for flow, placement, workers in itertools.product(FLOWS, PLACEMENTS, WORKERS)
-    if flow != "following" or placement == "colocate"
+    if (flow != "following" or placement == "colocate") and (flow, placement) != ("two policies", "standalone")
 ]
 
 # The ranks, the number of them that generate, and the flows that they run one after the other.
 WORLDS: list[tuple[int, list[str]]] = [
-    (2, ["grpo", "diamond", "dapo with surplus", "episodes", "following", "two actors"]),
+    (2, ["grpo", "diamond", "dapo with surplus", "following", "two actors", "two policies"]),
     (4, ["ppo", "dapo with refills", "dapo with more than it needs"]),
 ]
 
@@ -102,7 +107,7 @@ STREAMED: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"weights": "delayed"}),
     ("ppo", {"workers": {"critic": 2}}),
     ("diamond", {"dispatch_rows": 1}),
-    ("two actors", {"workers": {"rival.generate": 2}}),
+    ("two policies", {"workers": {"actor.generate": 2}}),
     ("dapo with refills", {"workers": {"actor.generate": 2, "actor": 2}, "dispatch_rows": 3}),
 ]
 """Flows under streaming with staleness 0, and settings that must not matter."""

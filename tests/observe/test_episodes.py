@@ -182,3 +182,25 @@ def test_a_run_of_50000_rows_opens_within_two_seconds_of_cpu_time(tmp_path: Path
 def test_looking_at_rollouts_imports_no_torch() -> None:
     code = "import braidrl.cli.show_rollouts, braidrl.observe.rollouts_page, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_segments_of_further_policies_follow_with_their_name_and_values(run: Path) -> None:
+    kinds = {"tokens": "ragged", "advantages": "ragged", "rival.advantages": "ragged", "rival.tokens": "ragged"}
+    described = {name: {"kind": kind, "shape": []} for name, kind in kinds.items()}
+    described["rival.reward"] = {"kind": "index", "shape": []}
+    record = {
+        "tokens": [1, 2],
+        "action_mask": [False, True],
+        "advantages": [3.0],
+        "metadata": None,
+        "rival.reward": 1.0,
+    }
+    record |= {"rival.tokens": [4, 5, 6], "rival.action_mask": [False, True, True], "rival.advantages": [7.0, 8.0]}
+    shown = episode(record, described, None)
+    assert [(s.get("policy"), s["kind"], [t.get("advantages") for t in s["tokens"]]) for s in shown["segments"]] == [
+        (None, "context", [None]),
+        (None, "model", [3.0]),
+        ("rival", "context", [None]),
+        ("rival", "model", [7.0, 8.0]),
+    ]
+    assert shown["numbers"] == {"rival.reward": 1.0} and not shown["other_columns"]

@@ -14,14 +14,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from braidrl.errors import UserError
+from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
 from braidrl.training.lora import ADAPTER
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
-from tests.invariants.traces import merged
+from tests.invariants.traces import assert_same, merged, run
 from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import (
     MIXTURE,
+    ROOT,
     TOKENIZER,
     Workshop,
     metrics_without_times,
@@ -72,6 +74,23 @@ def test_lora_rollouts_use_merged_weights_and_resume_exactly(workshop: Workshop)
     for name, tensor in weights_of(stopped).items():
         assert torch.equal(tensor, after[name]), name
     assert metrics_without_times(stopped) == metrics_without_times(whole)
+
+
+def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(workshop: Workshop) -> None:
+    trainer = {**TRAINER, "steps": 2, "checkpoint_every": 1}
+    flow = {"flow": str(ROOT / "tests" / "runtimes" / "two_policies.yaml"), "trainer": trainer}
+    shared = {"rollout": {"max_response_tokens": 4, "shared_base": True}}
+    together = run(workshop, "together", **merged(flow, shared))
+    assert_same(together, run(workshop, "apart", **merged(flow, {"rollout": {"max_response_tokens": 4}})))
+    for changes, named in (
+        ({"flow": "grpo"}, "play together"),
+        ({"trainer": {"lora": None}}, "roles.actor.lora"),
+        ({"runtime": "streaming"}, "runtime=eager"),
+    ):
+        config = workshop.config("refused", **merged(merged(flow, shared), changes))
+        wanted = build_flow(config)
+        with pytest.raises(UserError, match=f"rollout.shared_base.*{named}"):
+            deploy(config, wanted).check(wanted)
 
 
 def test_adapters_of_a_checkpoint_start_another_run(workshop: Workshop) -> None:

@@ -20,7 +20,7 @@ Shapes: B slots in the step, R rows, N tokens in the step, V vocabulary, T respo
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +33,7 @@ from braidrl.algorithms.random import uniform
 from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import Uid
 from braidrl.data.token_columns import LOG_PROBS, ROUTED_EXPERTS, column_of, computed_columns, returned_columns
+from braidrl.engines.embedded.adapters import PolicyAdapters
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder, native_decoder
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates
@@ -66,10 +67,23 @@ NEUTRAL = SamplingParams()
 
 
 def prompt_key(request: Request) -> bytes:
-    """Return a key that requests with the same prompt, and the same images in it, share."""
+    """Return a key that requests of one policy with the same prompt, and the same images in it, share."""
     return b"".join(
-        [*(f"{span.name}@{span.start};".encode() for span in request.images), request.prompt.numpy().tobytes()]
+        [
+            f"{request.policy};".encode(),
+            *(f"{span.name}@{span.start};".encode() for span in request.images),
+            request.prompt.numpy().tobytes(),
+        ]
     )
+
+
+def adapted(
+    adapters: PolicyAdapters | None, policies: Sequence[str | None], lengths: Sequence[int]
+) -> AbstractContextManager[None]:
+    """Return a context for a pass over runs of tokens of these policies, padded to whole multiples of rows."""
+    if adapters is None:
+        return nullcontext()
+    return adapters.computing(policies, lengths, -sum(lengths) % ROW_MULTIPLE)
 
 
 @dataclass
@@ -105,6 +119,7 @@ class Prompts:
         requests: Mapping[bytes, Request],
         images: ModelImages | None = None,
         with_routes: bool = False,
+        adapters: PolicyAdapters | None = None,
     ) -> None:
         """Compute the keys and values of prompts that have none yet, several in one packed forward."""
         parts: list[dict[bytes, Tensor]] = []
@@ -123,7 +138,8 @@ class Prompts:
             spans = [requests[name].images for name in part]
             run = None if images is None else images.prefill_run(prompts, spans)
             routing = Routing() if with_routes else None
-            with routed(routing):
+            policies = [requests[name].policy for name in part]
+            with routed(routing), adapted(adapters, policies, lengths):
                 self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, run), strict=True))
             if routing is not None:
                 routes = routing.recorded().to(routes_dtype(model)).cpu()[: sum(lengths)]
@@ -153,21 +169,25 @@ class EmbeddedEngine(SteppingEngine):
         pipeline: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
         images: ModelImages | None = None,
+        adapters: PolicyAdapters | None = None,
     ) -> None:
         """Make the engine, with `slices` of one rank's shard of a model: all ranks execute the same calls in the same
         order.
 
-        `images` are those of a model that sees. With `pipeline`, the ranks with other layers, the last of them draws.
-        With `group` each rank brings requests of its own.
+        `images` are those of a model that sees, and `adapters` those of several policies on a model without any.
+        With `pipeline`, the ranks with other layers, the last of them draws. With `group` each rank brings requests of
+        its own.
         """
         super().__init__(
             tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
         )
         size = model.config.get_text_config().vocab_size
         self.vocabulary = size if size < len(tokenizer) else None
-        self.model, self._slices, self._images = model, slices, images
+        self.model, self._slices, self._images, self.adapters = model, slices, images, adapters
         self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
         self._shrink = model.device.type == "cpu" if shrink is None else shrink
+        # Compiled kernels and recorded steps compute with the weights of one policy.
+        compile = compile and adapters is None
         self._native = native_decoder(model) if compile else None
         plan = plan_of_model(model)
         # States of mixers and caches of cohorts need not stay where a recorded step has found them.
@@ -292,7 +312,7 @@ class EmbeddedEngine(SteppingEngine):
             self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
         else:
             asked = {name: new[slots[0]].request for name, slots in by_prompt.items()}
-            self._prompts.compute(self.model, asked, self._images, with_routes)
+            self._prompts.compute(self.model, asked, self._images, with_routes, self.adapters)
         for name, slots in by_prompt.items():
             if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that begin with it.
@@ -327,7 +347,10 @@ class EmbeddedEngine(SteppingEngine):
             ids = list(grown.values())
             spans = [self._rows[slot].request.images for slot in grown]
             run = None if self._images is None else self._images.prefill_run(ids, spans)
-            for slot, prefix in zip(grown, prefill(self.model, ids, ROW_MULTIPLE, run), strict=True):
+            policies = [self._rows[slot].request.policy for slot in grown]
+            with adapted(self.adapters, policies, [len(each) for each in ids]):
+                prefixes = prefill(self.model, ids, ROW_MULTIPLE, run)
+            for slot, prefix in zip(grown, prefixes, strict=True):
                 self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
 
     def _decode(self) -> tuple[list[int], dict[int, list[int]]]:
@@ -343,7 +366,7 @@ class EmbeddedEngine(SteppingEngine):
         if self._graphs is not None and routing is None:
             logits = self._graphs.logits(len(states.current), longest, self._logits)
         else:
-            with routed(routing):
+            with routed(routing), adapted(self.adapters, self._policies, [1] * len(self._policies)):
                 logits = self._logits(longest)
         tokens, values = self._drawn(logits, uniforms, self._sampling)
         if routing is not None:
@@ -461,6 +484,7 @@ class EmbeddedEngine(SteppingEngine):
             self._active = self._states.first(count)
             """Views of the slots of the next step."""
             slots = list(range(count))
+        self._policies = [rows[slot].request.policy if slot in rows else None for slot in slots]
         asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in slots]
         self._sampling = batch_sampling(asked, self.model.device)
         self._with_routes = any(ROUTED_EXPERTS in row.request.columns for row in rows.values())

@@ -16,7 +16,7 @@ It writes weights once, where all engines read them.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -341,9 +341,13 @@ class ResumingEngine:
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Preempt all rows, change the weights, and resume."""
+        await self.while_preempted(lambda: self.engine.update_weights(version, source))
+
+    async def while_preempted(self, change: Callable[[], Awaitable[None]]) -> None:
+        """Preempt all rows, wait for a change of weights, and resume."""
         await self.preempt()
         try:
-            await self.engine.update_weights(version, source)
+            await change()
         finally:
             # Resumes preempted rows, and starts rows that were submitted meanwhile.
             held, self._held = self._held or [], None
@@ -364,15 +368,17 @@ class EngineService:
         engines: Sequence[ServedEngine],
         limit_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_weights,
+        beside: "EngineService | None" = None,
     ) -> None:
         """Start the engines. Raises UserError if they cannot use the model.
 
         Calls raise EngineError after `limit_s` seconds without a living engine. `store` writes weights to where the
-        engines read them.
+        engines read them. With another service `beside` it both share one event loop, and it is closed before that one.
         """
         self.router = Router(engines, 1.0, limit_s, store)
         self.engines, self.max_sequence_tokens = self.router.engines, self.router.max_sequence_tokens
-        self._runner = Runner()
+        self._runner: Runner = Runner() if beside is None else beside._runner
+        self._shares = beside is not None
         try:
             self.run(lambda router: router.start())
         except BaseException:
@@ -434,8 +440,77 @@ class EngineService:
 
     def close(self) -> None:
         self.run(lambda router: router.close())
-        self._runner.close()
+        if not self._shares:
+            self._runner.close()
 
 
 RoleEngine = SteppingEngine | EngineService
 """A role's engine as the process that executes its stages uses it: whole batches, without an event loop of its own."""
+
+
+class PolicyEngines:
+    """The engines of roles that play together as one, in one event loop: each request goes to that of its policy."""
+
+    def __init__(self, engines: Mapping[str, ServedEngine]) -> None:
+        """Take the started engines by role."""
+        self.engines, self._of_row = dict(engines), dict[Uid, ServedEngine]()
+        self.max_sequence_tokens = min(engine.max_sequence_tokens for engine in self.engines.values())
+
+    async def start(self) -> None:
+        """Do nothing: the engines are started."""
+
+    async def submit(self, request: Request) -> Response:
+        engine = self._of_row[request.uid] = self.engines[str(request.policy)]
+        try:
+            return await engine.submit(request)
+        finally:
+            del self._of_row[request.uid]
+
+    async def abort(self, uid: Uid) -> None:
+        await self._of_row[uid].abort(uid)
+
+    async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+        """Raise ValueError: each policy has weights of its own, which its engine gets."""
+        raise ValueError(f"weights of one policy, for engines of {', '.join(self.engines)}")
+
+    async def sleep(self) -> None:
+        for engine in self.engines.values():
+            await engine.sleep()
+
+    async def wake(self) -> None:
+        for engine in self.engines.values():
+            await engine.wake()
+
+    async def recover(self) -> int:
+        return min([await engine.recover() for engine in self.engines.values()])
+
+    def load(self) -> Load:
+        """Return the load of all engines; rows begin while the first has slots, as each plays one turn at a time."""
+        loads = [engine.load() for engine in self.engines.values()]
+        counted = [load.speculated for load in loads if load.speculated is not None]
+        speculated = sum(counted, Speculated()) if counted else None
+        running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+        return Load(loads[0].slots, running, waiting, speculated)
+
+    async def close(self) -> None:
+        """Do nothing: each engine belongs to its role."""
+
+
+def run_together(engines: Mapping[str, RoleEngine], work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
+    """Run `work` with exclusive use of the engines of these roles, and return its result.
+
+    Services share one event loop.
+    """
+    first = next(iter(engines.values()))
+    if all(engine is first for engine in engines.values()):
+        return first.run(work)
+    services = {role: engine.router for role, engine in engines.items() if isinstance(engine, EngineService)}
+    if isinstance(first, EngineService):
+        return first.run(lambda _: work(PolicyEngines(services)))
+    stepping = {role: engine for role, engine in engines.items() if isinstance(engine, SteppingEngine)}
+    try:
+        with Runner() as runner:
+            return runner.run(work(PolicyEngines({role: EngineReplica(one) for role, one in stepping.items()})))
+    finally:
+        for engine in stepping.values():
+            engine.clear()

@@ -25,7 +25,13 @@ from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
-from braidrl.agents.trajectory import Limits, Trajectory, response_columns, trajectory_columns
+from braidrl.agents.trajectory import (
+    Limits,
+    Trajectory,
+    response_columns,
+    trajectory_columns,
+    with_oldest_version,
+)
 from braidrl.agents.turns import EnvironmentFailed, TurnTemplate
 from braidrl.algorithms.policy_metrics import reflection_counts, repeats_itself
 from braidrl.algorithms.ragged import Ragged
@@ -38,10 +44,11 @@ from braidrl.data.vision import moved
 from braidrl.engines.engine import Engine
 from braidrl.engines.factory import exchange_publisher, publisher_of, start_engine
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
-from braidrl.engines.routing.router import RoleEngine
+from braidrl.engines.routing.router import RoleEngine, run_together
 from braidrl.errors import UserError
 from braidrl.flow import Stage
-from braidrl.flow.signatures import columns_of
+from braidrl.flow.flow import policies_of
+from braidrl.flow.signatures import columns_of, namespaces_of
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
@@ -145,7 +152,8 @@ class Generation:
         trainer later.
         """
         ranks = self.ranks if worker is None else worker.ranks
-        engine = self.engines[role] = start_engine(role, ranks, worker, self.deployment, self.tokenizer)
+        engine = start_engine(role, ranks, worker, self.deployment, self.tokenizer, self.engines)
+        self.engines[role] = engine
         if worker is not None:
             self.publishers[role] = publisher_of(worker, engine, self.deployment)
 
@@ -217,7 +225,7 @@ class Generation:
             early.flush()
             if stop is not None:
                 stop.close()
-        return self.named(stage, response_columns(rows, finished, columns_of(stage)))
+        return self.named(stage.params.get("into"), response_columns(rows, finished, columns_of(stage)))
 
     def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
         """Return the earlier tokens of rows if responses may be suspended; `version` of the weights continues them."""
@@ -230,7 +238,8 @@ class Generation:
 
         If there are more ranks than episodes at once, ranks play in turn.
         """
-        engine = self.engines[str(stage.role)]
+        engines = {role: self.engines[role] for role in policies_of(stage)}
+        engine = engines[str(stage.role)]
         if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
@@ -240,12 +249,13 @@ class Generation:
                 stop.wait_for_turn(self.config.rollout.environment.at_once)
 
             def finished(ended: Trajectory) -> None:
-                bar.update(1, ended.action_tokens, engine.in_flight)
+                drawn = sum(each.action_tokens for each in ended.every)
+                bar.update(1, drawn, sum(each.in_flight for each in engines.values()))
                 if stop is not None:
-                    stop.count(ended.action_tokens)
+                    stop.count(drawn)
 
             start = time.perf_counter()
-            played = engine.run(lambda running: self.played(running, stage, rows, limits, finished))
+            played = run_together(engines, lambda running: self.played(running, stage, rows, limits, finished))
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             self.usage.speculated(stage, engine.speculated, sums)
             if stop is not None:
@@ -305,6 +315,8 @@ class Generation:
             stage=stage.name,
             columns=columns_of(stage),
             on_finished=finished,
+            policies=policies_of(stage)[1:],
+            role=str(stage.role),
         )
         return await player.play(rows)
 
@@ -327,7 +339,7 @@ class Generation:
         """Return the columns that a generate stage writes; turns and failures are counted, and the first failure of
         each kind is shown.
         """
-        sums.add("environment/turns", sum(one.turns for one in played), len(played))
+        sums.add("environment/turns", sum(each.turns for one in played for each in one.every), len(played))
         failures = Counter(one.failure for one in played if one.failure is not None)
         if again := sum(one.attempt for one in played):
             sums.add("environment/played_again", again)
@@ -341,11 +353,16 @@ class Generation:
             sums.add(f"environment/failures/{reason}", count)
             sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
-        return self.named(stage, trajectory_columns(played, limits, columns_of(stage), self.vision is not None))
+        found, sees = dict[str, Column](), self.vision is not None
+        for number, into in enumerate(namespaces_of(stage.params)):
+            own = [one.every[number] for one in played]
+            found |= self.named(into, trajectory_columns(own, limits, columns_of(stage), sees))
+        # A row is as old as the oldest token of its episode.
+        return with_oldest_version(found) if policies_of(stage)[1:] else found
 
-    def named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-        """Return the generated columns under the stage's names, and each row's count of reconsiderations."""
-        into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
+    def named(self, into: str | None, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+        """Return the generated columns in a namespace, and each row's count of reconsiderations."""
+        tokens, mask = columns["tokens"], columns["action_mask"]
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
         reflections = torch.zeros(len(tokens), dtype=torch.int64)
         if phrases := self.config.rollout.reflection_phrases:
@@ -361,7 +378,8 @@ class Generation:
             self.moves.sums.add(f"weights/{role}/update_seconds", time.perf_counter() - start)
 
     def close(self) -> None:
-        for engine in self.engines.values():
+        # The event loop is the first one's.
+        for engine in reversed(self.engines.values()):
             engine.close()
         for publisher in self.publishers.values():
             publisher.close()
@@ -376,7 +394,9 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
     prompts = rows["prompt"].unbind()
     columns, images = columns_of(stage), rows.get("images") or [()] * len(rows)
     return [
-        Request(uid, ids, sampling, purpose, stage.name, columns=columns, images=tuple(moved(spans, 0)))
+        Request(
+            uid, ids, sampling, purpose, stage.name, columns=columns, images=tuple(moved(spans, 0)), policy=stage.role
+        )
         for uid, ids, spans in zip(rows.uids(), prompts, images, strict=True)
     ]
 

@@ -31,7 +31,7 @@ from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
-from braidrl.flow.compute import computed, summed
+from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method, registration_of
 from braidrl.importing import import_function
@@ -147,13 +147,14 @@ class HybridBackend:
 
     def _begin_training(self, method: str, stage: Stage, table: Handle, iteration: int, sums: Sums) -> None:
         """Call a method of the role's workers on their parts of the rows, with the counts of all."""
-        group, rows = self.groups[str(stage.role)], table.index
-        counts, objective = ray.put(UpdateCounts.of(rows)), Objective.of(str(stage.role), stage.params)
+        group, objective = self.groups[str(stage.role)], Objective.of(str(stage.role), stage.params)
+        rows = of_namespace(table.index, objective.namespace)
+        counts = ray.put(UpdateCounts.of(rows))
         if "group_tokens" in objective.aggregation.reads:
             counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
             table = table.with_output(counted)
         table = replace(table, parts=by_length(rows, group.mesh.size, objective.whole_groups))
-        reads = frozenset((*columns_read(stage), *rows, "group_tokens"))
+        reads = frozenset((*columns_read(stage), *table.index, "group_tokens"))
         futures = group.call(method, table, counts, stage, iteration, reads=reads)
         self.training.append(Output(stage, None, iteration, sums, group, futures))
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.routing.router import RoleEngine
 from braidrl.errors import UserError
-from braidrl.flow.flow import Flow, is_optimized, touched_weights
+from braidrl.flow.flow import Flow, is_optimized, policies_of, touched_weights
 from braidrl.flow.stage import Kind, Stage
 from braidrl.runtimes.generating.generation import WeightMoves
 from braidrl.training.backends import ShardedBackend, TrainingBackend
@@ -113,11 +113,11 @@ def sizes_during(
     """Return the bytes of each loaded asset in each step: an engine is awake only in the steps that generate with
     it.
     """
-    steps: dict[str, str | None] = {s.name: s.role if s.kind is Kind.GENERATE else None for s in flow.stages}
-    steps |= {**{EVALUATION + role: role for role in generating}, PUBLISH: None}
+    steps = {stage.name: policies_of(stage) for stage in flow.stages}
+    steps |= {**{EVALUATION + role: (role,) for role in generating}, PUBLISH: ()}
     return {
-        step: {asset: size if role == asset.role else asleep.get(asset, size) for asset, size in sizes.items()}
-        for step, role in steps.items()
+        step: {asset: size if asset.role in roles else asleep.get(asset, size) for asset, size in sizes.items()}
+        for step, roles in steps.items()
     }
 
 
@@ -131,7 +131,7 @@ def needed_assets(
     publication.
     """
     needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
-    of_stages = {str(stage.role) for stage in flow.stages if stage.kind is Kind.GENERATE}
+    of_stages = {role for stage in flow.stages for role in policies_of(stage)}
     needs |= {EVALUATION + role: engine_needs(role, shared) for role in generating if role not in of_stages}
     # Every engine with weights of its own is sent them, also those of a role that does not change.
     published = {*of_stages, *generating} - shared
@@ -150,7 +150,7 @@ def stage_needs(stage: Stage, shared: frozenset[str], copied: frozenset[str]) ->
     if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
         return frozenset()
     if stage.kind is Kind.GENERATE:
-        return engine_needs(stage.role, shared)
+        return frozenset().union(*(engine_needs(role, shared) for role in policies_of(stage)))
     weights = frozenset(Asset(role, "weights") for role in touched_weights(stage))
     if stage.kind is Kind.INFER and stage.role in copied:
         # The weights too: the copy is updated from them.
@@ -235,7 +235,7 @@ class Residency:
     def before(self, stage: Stage) -> None:
         """Load the assets that a stage needs; a stage without a model moves nothing."""
         if needed := stage_needs(stage, self.shared, self.copied):
-            self._provide(needed, {str(stage.role)} if stage.kind is Kind.GENERATE else set())
+            self._provide(needed, set(policies_of(stage)))
 
     def before_training(self, role: str) -> None:
         """Load the assets that a role's training needs."""

@@ -8,6 +8,7 @@ from braidrl.config import Config
 from braidrl.engines.deployment import MODES, Deployment, Engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
+from braidrl.flow.flow import policies_of
 from braidrl.training.role_settings import settings_of
 
 
@@ -43,9 +44,13 @@ def worker_pools(deployment: Deployment) -> list[Pool]:
     """
     config, changed = deployment.config, deployment.flow.changed_roles
     asked, pools = config.streaming.workers, list[Pool]()
-    for role in deployment.generating:
+    playing: dict[str, dict[str, None]] = {}
+    for stage in deployment.stages:
+        if stage.kind is Kind.GENERATE:
+            playing.setdefault(str(stage.role), {}).update(dict.fromkeys(policies_of(stage)))
+    for role, together in playing.items():
         name = role + GENERATE
-        pools.append(Pool((name,), asked.get(name, 1) * deployment.engines.nodes, generating=(role,)))
+        pools.append(Pool((name,), asked.get(name, 1) * deployment.engines.nodes, generating=tuple(together)))
     computing = dict.fromkeys(str(s.role) for s in deployment.stages if s.kind in (Kind.INFER, Kind.TRAIN))
     for role in sorted(computing, key=changed.__contains__):
         layout = settings_of(role, config).layout

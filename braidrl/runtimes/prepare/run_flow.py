@@ -7,7 +7,7 @@ of rollouts, and the scores for right and wrong.
 from dataclasses import replace
 from typing import Any
 
-from braidrl.agents.environments import check_environment
+from braidrl.agents.environments import AGENTS, check_environment
 from braidrl.agents.listening import endpoint_key
 from braidrl.config import Config
 from braidrl.config.data import RewardConfig
@@ -16,7 +16,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import check_update_size
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
-from braidrl.flow.signatures import in_namespace, needs_old
+from braidrl.flow.signatures import in_namespace, namespaces_of, needs_old
 from braidrl.flow.stages import make_stage, with_params
 from braidrl.training.loading import load_vision
 from braidrl.training.role_settings import merges_adapters, settings_of
@@ -41,6 +41,8 @@ def build_flow(config: Config) -> Flow:
     for stage in stages:
         if "environment" in stage.params:
             check_environment(stage.params["environment"], environment.params, environment.python)
+            if stage.params["environment"].startswith(AGENTS) and "policies" in stage.params:
+                raise UserError(f"{stage.name}: an agent with its own loop has one policy; remove `policies`")
             endpoint_key(environment)
     flow = Flow(flow.name, stages)
     samples, rows, needed = rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
@@ -74,10 +76,11 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
         "top_k": settings.top_k,
         "purpose": "evaluation",
     }
-    environment = next((s.params.get("environment") for s in flow.stages if s.kind is Kind.GENERATE), None)
-    generate = make_stage("generate", role, {**sampling, "environment": environment}, id="evaluation.generate")
+    generating = next((stage.params for stage in flow.stages if stage.kind is Kind.GENERATE), {})
+    played = {name: generating.get(name) for name in ("environment", "policies")}
+    generate = make_stage("generate", role, {**sampling, **played}, id="evaluation.generate")
     stages = [generate]
-    if environment is None:
+    if played["environment"] is None:
         stages.append(make_stage("verify", "reward", scores, id="evaluation.verify"))
     return with_images(Flow("evaluation", stages), config)
 
@@ -89,9 +92,9 @@ def with_images(flow: Flow, config: Config) -> Flow:
     stages = []
     for stage in flow.stages:
         if stage.kind in (Kind.GENERATE, Kind.INFER) or is_optimized(stage):
-            of, into = stage.params.get("of"), stage.params.get("into")
+            of, spaces = stage.params.get("of"), namespaces_of(stage.params) if "environment" in stage.params else ()
             optional = (*stage.optional, "images", *in_namespace(of, ("images",) if of else ()))
-            writes = in_namespace(into, ("images",)) if "environment" in stage.params else ()
+            writes = tuple(f"{into}.images" if into else "images" for into in spaces)
             stage = replace(stage, optional=optional, writes=(*stage.writes, *writes))
         stages.append(stage)
     return Flow(flow.name, stages)

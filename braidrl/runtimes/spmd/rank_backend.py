@@ -23,7 +23,7 @@ from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import update_plan
-from braidrl.flow.compute import summed
+from braidrl.flow.compute import of_namespace, summed
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
@@ -229,7 +229,8 @@ class RankBackend:
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
         objective = self.executor.objective(stage)
         groups = part.index["group"].tolist() if objective.whole_groups else None
-        owner = balanced_owners(part.index["length"].tolist(), part.owner, self.world.size, groups)
+        lengths = of_namespace(part.index, objective.namespace)["length"].tolist()
+        owner = balanced_owners(lengths, part.owner, self.world.size, groups)
         part = self.exchange.move(stage.name, part, owner, self._reads(stage))
         with self.exchange.working(stage, part.rows):
             yield self.executor.update(objective, part.index, part.rows)

@@ -286,8 +286,7 @@ class ControlPlane(QueueController):
         self.loading.loaded(request.holder, request.version)
         self.activity.weight_bytes += request.bytes
         self.weights_sent += request.sent
-        if request.update is not None:
-            role, seconds = request.update
+        for role, seconds in request.updates:
             self.activity.updates.add(f"weights/{role}/update_seconds", seconds)
         # A restarted engine may need the target version; older ones are needed only by engines that are loading them.
         self._free(self.weights.outdated(self.loading.wanted))

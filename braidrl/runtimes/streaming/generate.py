@@ -20,7 +20,7 @@ from braidrl.agents.trajectory import Trajectory, response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import ServedEngine
 from braidrl.engines.requests import Response
-from braidrl.engines.routing.router import ResumingEngine
+from braidrl.engines.routing.router import PolicyEngines, ResumingEngine
 from braidrl.flow.compute import of_namespace
 from braidrl.flow.signatures import columns_of
 from braidrl.observe.metrics import Sums
@@ -50,9 +50,8 @@ class GenerateLoop:
 
     def __init__(self, context: WorkerContext, client: Client) -> None:
         self.context, self.client = context, client
-        self.role = str(context.group.role)
         self.generation = context.executor.generation
-        self.engine = self.generation.engines[self.role]
+        self.engine = self.generation.engines[str(context.group.role)]
         # The queue limits the number of episodes.
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
         self.version = 0
@@ -76,15 +75,17 @@ class GenerateLoop:
         """By stage the span in which the engine has rows of it, and the same for stall detection."""
         self.peak_rows = 0
         """The largest number of rows at once since the engine was idle."""
-        self.ahead: tuple[OfferedWeights, asyncio.Future[WeightFile | None]] | None = None
-        """Weights that are received into host memory ahead of their load, and their file."""
-        self.loaded: WeightFile | None = None
-        """The file of the version that engines hold, if it was received ahead; an engine that recovers reads it again.
+        self.ahead: dict[str, tuple[OfferedWeights, asyncio.Future[WeightFile | None]]] = {}
+        """By role the weights that are received into host memory ahead of their load, and their file."""
+        self.loaded: dict[str, WeightFile] = {}
+        """By role the file of the version that engines hold, if it was received ahead; an engine that recovers reads it
+        again.
         """
 
     async def serve(self, own: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
         self.own, self.running, self.news = own, ResumingEngine(own), asyncio.Event()
+        self.by_role = own.engines if isinstance(own, PolicyEngines) else {str(self.context.group.role): own}
         try:
             while not isinstance((work := await self._next()).answer, Stop):
                 if isinstance(work.answer, Lost):
@@ -97,7 +98,7 @@ class GenerateLoop:
                     case LoadWeights():
                         await self._load(work.answer)
         finally:
-            await self._received(None)
+            await self._forget_ahead()
             await asyncio.gather(*self.reporting, return_exceptions=True)
             await self._end(list(self.flight))
 
@@ -253,7 +254,8 @@ class GenerateLoop:
                 drawn, ended = Drawn.cat([new for _, new in ended]), [response for response, _ in ended]
             else:
                 drawn = Drawn.after(rows["prompt"].lengths.tolist(), ended)
-            columns = dict(self.generation.named(stage, response_columns(rows, ended, columns_of(stage))))
+            found = response_columns(rows, ended, columns_of(stage))
+            columns = dict(self.generation.named(stage.params.get("into"), found))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
@@ -310,37 +312,40 @@ class GenerateLoop:
 
     # Weights
 
-    def _source(self, weights: Sequence[Weights]) -> tuple[WeightFile | OfferedWeights | None, int]:
-        """Return the source of this role's weights among those of an order, None if they have not changed, and their
+    def _sources(self, weights: Sequence[Weights]) -> dict[str, tuple[WeightFile | OfferedWeights, int]]:
+        """Return the sources of the weights of an order that have changed and are for engines here, by role, and their
         bytes.
         """
-        location = next((location for role, _, location in weights if role == self.role), None)
-        return (source_of(location), location.bytes) if location else (None, 0)
+        here = self.generation.engines
+        return {role: (source_of(location), location.bytes) for role, _, location in weights if role in here}
 
     async def _receive(self, work: Receive) -> None:
         """Begin to receive a version into host memory while the engine generates; a file of this machine is there
         already.
         """
-        await self._received(None)
-        (source, _), rollout = self._source(work.weights), self.context.executor.config.rollout
-        # Servers, and engines that span nodes, cannot read this machine's memory: they receive when they load.
-        if not isinstance(source, OfferedWeights) or rollout.engine == "http" or (rollout.nodes or 1) > 1:
-            return
-        version = work.version
+        await self._forget_ahead()
+        rollout, version = self.context.executor.config.rollout, work.version
 
-        def receive() -> WeightFile | None:
+        def receive(source: OfferedWeights) -> WeightFile | None:
             with self.context.trace.busy(RECEIVE, version, version=version), suppress(RuntimeError):
                 return stored_weights(source.tensors())
             # A sender was lost: the engine asks again when it loads.
             return None
 
-        self.ahead = source, asyncio.ensure_future(asyncio.to_thread(receive))
+        for role, (source, _) in self._sources(work.weights).items():
+            # Servers, and engines that span nodes, cannot read this machine's memory: they receive when they load.
+            if isinstance(source, OfferedWeights) and rollout.engine != "http" and (rollout.nodes or 1) == 1:
+                self.ahead[role] = source, asyncio.ensure_future(asyncio.to_thread(receive, source))
 
-    async def _received(self, wanted: WeightFile | OfferedWeights | None) -> WeightFile | None:
-        """Return the file of weights received ahead if they are the wanted ones; close it otherwise."""
-        if self.ahead is None:
+    async def _forget_ahead(self) -> None:
+        for role in list(self.ahead):
+            await self._received(role, None)
+
+    async def _received(self, role: str, wanted: WeightFile | OfferedWeights | None) -> WeightFile | None:
+        """Return the file of a role's weights received ahead if they are the wanted ones; close it otherwise."""
+        if role not in self.ahead:
             return None
-        (offered, arriving), self.ahead = self.ahead, None
+        offered, arriving = self.ahead.pop(role)
         file = await arriving
         # A repeated iteration gives a version other values, and its offer another number.
         if file is not None and isinstance(wanted, OfferedWeights) and offered.is_same(wanted):
@@ -354,18 +359,28 @@ class GenerateLoop:
         """Load a whole version. If rows do not continue with it, running ones were dropped before."""
         if not work.keeps_rows:
             await self._end([key for key, result in self.flight.items() if result is None])
-        version, (source, size) = work.version, self._source(work.weights)
-        file = await self._received(source)
+        version, sources, updates = work.version, self._sources(work.weights), list[tuple[str, float]]()
+        files = {role: await self._received(role, source) for role, (source, _) in sources.items()}
+        await self._forget_ahead()
+
+        async def change() -> None:
+            for role, engine in self.by_role.items():
+                start, source = time.perf_counter(), sources[role][0] if role in sources else None
+                await engine.update_weights(version, files.get(role) or source)
+                if source is not None:
+                    updates.append((role, time.perf_counter() - start))
+
         await self.running.preempt()
-        start = time.perf_counter()
         with self.context.trace.busy(LOAD, version, version=version):
-            await self.running.update_weights(version, file or source)
+            await self.running.while_preempted(change)
         self.version = version
-        if source is not None:
-            if self.loaded is not None:
-                self.loaded.close()
-            self.loaded = file
-        sent = source.received if isinstance(source, OfferedWeights) else 0
-        update = (self.role, time.perf_counter() - start) if source is not None else None
-        read = size if isinstance(source, WeightFile) else sent
-        self.client.ask(Loaded(version, read, sent, update))
+        read = sent = 0
+        for role, (source, size) in sources.items():
+            if (before := self.loaded.pop(role, None)) is not None:
+                before.close()
+            if (file := files[role]) is not None:
+                self.loaded[role] = file
+            arrived = source.received if isinstance(source, OfferedWeights) else 0
+            sent += arrived
+            read += size if isinstance(source, WeightFile) else arrived
+        self.client.ask(Loaded(version, read, sent, updates))

@@ -41,6 +41,8 @@ class Group:
     """True if a layout says how processes hold the model together."""
     nodes: int = 1
     """Processes of a generating worker, one for each node that its engines span."""
+    policies: tuple[str, ...] = ()
+    """Further roles whose engines each process has, since they play together."""
 
     @property
     def ranks(self) -> int:
@@ -99,8 +101,11 @@ def worker_groups(deployment: Deployment) -> list[Group]:
     for pool in deployment.pools:
         names = tuple(found[pool.name])
         if pool.generating:
-            (role,), nodes = pool.generating, deployment.engines.nodes
-            groups.append(Group(pool.name, "generate", role, names, pool.workers, nodes=nodes))
+            role, *others = pool.generating
+            nodes = deployment.engines.nodes
+            if nodes > 1 and others:
+                raise UserError(f"rollout.nodes={nodes} is for engines of one role, and {others[0]} plays with {role}")
+            groups.append(Group(pool.name, "generate", role, names, pool.workers, nodes=nodes, policies=tuple(others)))
             continue
         (role,), layout = pool.roles, settings_of(pool.name, config).layout
         divided = not layout.is_replicated or (layout.data or 1) > 1

@@ -30,6 +30,7 @@ from braidrl.config import parse_config
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.engine import NodePart
 from braidrl.engines.factory import follow_engines
+from braidrl.engines.routing.router import run_together
 from braidrl.engines.spanning import OneOf, SpanningEngine
 from braidrl.errors import LostProcess, UserError, WorkerError, suggest
 from braidrl.observe.progress import Progress
@@ -369,7 +370,7 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
         return
     flow = build_flow(config)
     prepared = Prepared(config, flow, evaluation_flow(config, flow), load_tokenizer(config.model))
-    generating = [str(group.role)] if group.kind == "generate" else []
+    generating = [str(group.role), *group.policies] if group.kind == "generate" else []
     ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
     if generating:
         ranks: DataParallel = one_of(group, arguments, ip)
@@ -394,8 +395,7 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
         else:
             with closing(Client(arguments["queue"], arguments["holder"], data, bool(generating))) as client:
                 if generating:
-                    loop = GenerateLoop(context, client)
-                    loop.engine.run(loop.serve)
+                    run_together(executor.engines, GenerateLoop(context, client).serve)
                 else:
                     StageLoop(context, world, client).lead()
         world.close()

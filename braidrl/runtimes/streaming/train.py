@@ -20,7 +20,7 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import IDENTITY, Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import UpdatesInProgress, trained_on
-from braidrl.flow.compute import State, summed
+from braidrl.flow.compute import State, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import BusySpan, WorkerTrace
@@ -105,7 +105,8 @@ class Trainer:
         with self._busy(stage, ()) as span:
             # Every rank has the global sums: the first one reports them.
             losses, first = self.losses, self.world.first
-            objective, counts = self.executor.objective(stage), UpdateCounts.of(Rows.cat(self.counted))
+            objective = self.executor.objective(stage)
+            counts = UpdateCounts.of(of_namespace(Rows.cat(self.counted), objective.namespace))
             whole = Accumulated().add(objective, losses if first else {}, counts)
             self.executor.optim_step(objective.role, whole, iteration, span.sums, counted=first)
             self._gathered({}, span)
@@ -196,7 +197,7 @@ class Trainer:
                 self.totals[stage.name] = {name: float(total) for name, total in self._reduced(own).items()}
             span.tokens = tokens_of(rows) if piece.positions else 0
         piece.rows = rows.with_columns(columns) if columns else rows
-        if counted := [name for name in stage.writes if name in COUNTED]:
+        if counted := [name for name in stage.writes if name.rsplit(".", 1)[-1] in COUNTED]:
             # The counts of an update are over the rows of all ranks.
             packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.positions else None
             gathered = self.world.gather("counted columns", packed)

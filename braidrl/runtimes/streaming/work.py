@@ -197,8 +197,8 @@ class Loaded(QueueRequest):
     """Bytes read."""
     sent: int = 0
     """Those among them that came from other machines or devices."""
-    update: tuple[str, float] | None = None
-    """The role whose weights changed, and the seconds that the engine stood still."""
+    updates: Sequence[tuple[str, float]] = ()
+    """The roles whose weights changed, and the seconds that the engine stood still for each."""
 
 
 class OrderDone(QueueRequest):

@@ -1,0 +1,103 @@
+"""Several policies on one model: a step computes each token with the low-rank adapters of its policy.
+
+    y = x Wᵀ + [p = k] · α/r · (x A_kᵀ) B_kᵀ        p: the token's policy, k: each policy that has a token in the step
+
+The frozen weights W exist once. The adapters are the trainers' own tensors, so that an update needs no copy.
+
+Every adapter sees all tokens of a step, and a mask keeps those of its policy: products of a fixed shape give a row the
+same bits whatever rows are beside it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from braidrl.errors import UserError
+from braidrl.training.lora import Adapted, AdaptedStack, plain_names
+
+
+class Factors(NamedTuple):
+    """A layer's adapter: `down` (r, in), `up` (out, r), and what their product is multiplied by."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+
+class PolicyAdapters:
+    """The adapters of several policies, by role, on one model without adapters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.numbers: dict[str, int] = {}
+        """The number of each policy."""
+        self.of_layer: dict[str, dict[int, Factors]] = {}
+        """By layer, the factors of each policy that adapts it."""
+        self._masks: dict[int, Tensor] = {}
+        """For each policy with tokens in the present pass, which tokens (N,) are its own."""
+
+    def add(self, role: str, trained: nn.Module) -> None:
+        """Add the policy of a role, whose module has adapters on the same base. Raises UserError for another model."""
+        number = self.numbers[role] = len(self.numbers)
+        modules = dict(self.model.named_modules())
+        for name, tensor in plain_names(trained, trained.state_dict(keep_vars=True)).items():
+            if isinstance(tensor, AdaptedStack):
+                raise UserError(
+                    f"rollout.shared_base: {role} adapts experts ({name}); remove it, or those lora.targets"
+                )
+            if not isinstance(tensor, Adapted):
+                continue
+            layer = name.removesuffix(".weight")
+            if layer not in modules:
+                raise UserError(f"roles.{role}: its model has an adapted layer {layer}, which the other policies lack")
+            if layer not in self.of_layer:
+                self.of_layer[layer] = {}
+                modules[layer].register_forward_hook(partial(self._added, layer))
+            self.of_layer[layer][number] = Factors(tensor.down, tensor.up, tensor.scaling)
+
+    @contextmanager
+    def computing(self, policies: Sequence[str | None], lengths: Sequence[int], padding: int = 0) -> Iterator[None]:
+        """Compute a pass over runs of tokens of these policies and lengths, in order, and `padding` more tokens; None
+        stands for tokens without effect.
+        """
+        numbers = torch.tensor([-1 if role is None else self.numbers[role] for role in (*policies, None)])
+        of_token = numbers.repeat_interleave(torch.tensor([*lengths, padding])).to(next(self.model.parameters()).device)
+        self._masks = {number: of_token == number for number in sorted({*numbers.tolist()} - {-1})}
+        try:
+            yield
+        finally:
+            self._masks = {}
+
+    def _added(self, layer: str, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+        read = given[0].reshape(-1, given[0].shape[-1])
+        added = output.reshape(-1, output.shape[-1])
+        for number, mask in self._masks.items():
+            if (factors := self.of_layer[layer].get(number)) is not None:
+                product = (read @ factors.down.to(read.dtype).T) @ factors.up.to(read.dtype).T
+                added = added + (product * factors.scaling) * mask[:, None]
+        return added.reshape(output.shape)
+
+
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a module's tensors by their names without adapters, of adapted weights those under the adapters."""
+    named = plain_names(model, model.state_dict(keep_vars=True))
+    of_linear = {name: one.layer.weight for name, one in named.items() if isinstance(one, Adapted)}
+    of_experts = {name: one.weights for name, one in named.items() if isinstance(one, AdaptedStack)}
+    return {name: one for name, one in named.items() if isinstance(one, Tensor)} | of_linear | of_experts
+
+
+def share_weights(model: nn.Module, source: nn.Module) -> None:
+    """Let a model's parameters be the frozen tensors of another module under the same names, where they have the same
+    form: they exist once then. The source may have adapters, which stay its own.
+    """
+    targets, sources = frozen_weights(model), frozen_weights(source)
+    for name, own in targets.items():
+        shared = sources.get(name)
+        if shared is None or own.requires_grad or shared.requires_grad:
+            continue
+        if (own.shape, own.dtype, own.device) == (shared.shape, shared.dtype, shared.device):
+            own.data = shared.data
