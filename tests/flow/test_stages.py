@@ -211,7 +211,7 @@ def test_when_counts_from_its_start():
 def test_family_attributes_have_signature_and_docstring() -> None:
     clip, gae = inspect.signature(loss.clip), inspect.signature(advantage.gae)
     assert str(clip) == "(*, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> dict[str, typing.Any]"
-    assert list(gae.parameters) == ["gamma", "lam", "id", "when", "after"] and gae.return_annotation is Stage
+    assert list(gae.parameters) == ["gamma", "lam", "of", "id", "when", "after"] and gae.return_annotation is Stage
     assert "arXiv 1707.06347" in str(loss.clip.__doc__) and "gamma: Discount" in str(advantage.gae.__doc__)
     assert inspect.signature(advantage.safe_rlhf).parameters["multiplier"].default == 1.0
     assert inspect.signature(kl.k3).parameters["coef"].default is inspect.Parameter.empty
