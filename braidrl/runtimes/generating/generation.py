@@ -328,8 +328,9 @@ class Generation:
         self.checks.left_out.add(uid)
         if "environment" not in stage.params:
             return Response(uid, torch.empty(0, dtype=torch.int64), FinishReason.ERROR, {})
-        trajectory = Trajectory(uid)
-        trajectory.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))
+        trajectory = Trajectory(uid, others={role: Trajectory(uid) for role in policies_of(stage)[1:]})
+        for each in trajectory.every:
+            each.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))
         trajectory.fail(EnvironmentFailed("died", LEFT_OUT))
         return trajectory
 
