@@ -66,12 +66,13 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="losses-"))
     shop = Workshop(folder, write_model(folder / "model"), write_jsonl(folder / "train.jsonl", sums(24)))
     print(f"| way back | seconds, median of {options.times} | least | largest | an undisturbed step |")
     print("|---|---|---|---|---|")
-    for way in WAYS:
+    for way in options.ways:
         found = [seconds_to_next_step(shop, way) for _ in range(options.times)]
         seconds, step = [each for each, _ in found], statistics.median(each for _, each in found)
         print(f"| {way} | {statistics.median(seconds):.1f} | {min(seconds):.1f} | {max(seconds):.1f} | {step:.2f} |")

@@ -13,9 +13,7 @@ import os
 import time
 from collections.abc import Iterable
 
-import pytest
-
-from tests.simulation.faults import FAULTS
+from tests.simulation.faults import FAULTS, planted
 from tests.simulation.run import Scenario, drawn, failure, shrunk
 
 FAULT_SEEDS = 1_000
@@ -29,8 +27,7 @@ def broken(seed: int) -> tuple[int, str]:
 
 def found(number: int) -> tuple[int, int | None, Scenario | None, str]:
     """Return the number of a planted fault, the first seed that finds it, its shortest scenario, and what it breaks."""
-    with pytest.MonkeyPatch.context() as patches:
-        FAULTS[number](patches)
+    with planted(FAULTS[number]):
         seed = next((seed for seed in range(FAULT_SEEDS) if failure(drawn(seed))), None)
         short = None if seed is None else shrunk(drawn(seed))
         return number, seed, short, "" if short is None else failure(short)

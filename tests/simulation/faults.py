@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,8 +17,21 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule
 from tests.simulation.memory import MemoryStorage
+from tests.simulation.run import undisturbed
 
 Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Plant a fault for the time of the block."""
+    with pytest.MonkeyPatch.context() as patches:
+        fault(patches)
+        undisturbed.cache_clear()
+        try:
+            yield
+        finally:
+            undisturbed.cache_clear()
 
 
 def lease_not_returned(patches: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.plan.simulation import Clock
-from braidrl.queue.calls import Answer
+from braidrl.queue.calls import Answer, Renew
 from braidrl.queue.client import write_columns
 from braidrl.queue.transport import Parking
 from braidrl.runtimes.streaming.control import ControlPlane
@@ -157,9 +157,15 @@ class SimulatedRun:
                 self._admit()
                 self._publish()
                 self._check_invariants()
-        # With staleness, groups admitted ahead may wait for a batch after the last one.
-        iteration_of, last = self.stream.schedule.iteration_of, self.scenario.iterations
-        left = [uid for uid in self.stream.tasks.rows if iteration_of[uid[1]] <= last or not self.scenario.staleness]
+        # With staleness, groups admitted ahead may wait for a batch after the last one; so does kept surplus, as groups
+        # that took the places of suspended ones which came back in time.
+        schedule, last = self.stream.schedule, self.scenario.iterations
+        waiting = schedule.sampling.waiting if self.scenario.budget is not None else {}
+        left = [
+            uid
+            for uid in self.stream.tasks.rows
+            if (schedule.iteration_of[uid[1]] <= last or not self.scenario.staleness) and uid[1] not in waiting
+        ]
         self.check(not left, f"rows are left: {left[:4]}")
         if not self.other_deaths:
             innocent = self.control.left_out - self.poison
@@ -205,8 +211,8 @@ class SimulatedRun:
         name, number, wait_s, packed, frames = message
         request, leases = unpack_message(packed, WorkerRequest), len(self.stream.tasks.leases.held)
         self.parking.receive(name.encode(), number, request, frames, self.clock.now, wait_s)
-        # A worker that asks for work enables nobody else's, and changes nothing unless it gets rows.
-        if not isinstance(request, TakeWork):
+        # A worker that asks for work, or is alive, enables no other, and changes nothing unless it gets rows.
+        if not isinstance(request, TakeWork | Renew):
             self.parking.retry(self.clock.now)
             self.touched = True
         elif len(self.stream.tasks.leases.held) != leases:

@@ -8,7 +8,7 @@ import pytest
 
 from braidrl.queue.calls import Hello
 from tests.simulation.__main__ import FAULT_SEEDS, run_seeds
-from tests.simulation.faults import FAULTS, Fault
+from tests.simulation.faults import FAULTS, Fault, planted
 from tests.simulation.run import Scenario, SimulatedRun, drawn, failure, outcome, shrunk
 
 SEEDS = 100
@@ -44,8 +44,7 @@ def test_a_seed_gives_the_same_run_twice(seed: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found_and_shrunk(fault: Fault) -> None:
-    with pytest.MonkeyPatch.context() as patches:
-        fault(patches)
+    with planted(fault):
         seed = next(seed for seed in range(FAULT_SEEDS) if failure(drawn(seed)))
         short = shrunk(drawn(seed))
         found = failure(short)
