@@ -44,10 +44,8 @@ def show_data(config: Config, console: Console | None = None) -> None:
             f"{len(source)} examples, {source.dropped} dropped as longer than "
             f"data.max_prompt_tokens={config.data.max_prompt_tokens}"
         )
-        for reason, count in source.facts.left_out.items():
-            console.print(f"{count} records left out because {escape(reason)}")
-        for column in source.facts.without_form:
-            console.print(f"column {escape(column)} left out, for which JSON has no form")
+        for omission in source.omissions():
+            console.print(escape(omission), soft_wrap=True)
         if seen := source.facts.images:
             ordered = sorted((int(number), count) for number, count in seen.items())
             console.print("images a row: " + ", ".join(f"{number} in {count} rows" for number, count in ordered))

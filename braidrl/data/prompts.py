@@ -170,12 +170,15 @@ class LoadedSource(Sequence[Example]):
 
     def report(self) -> str:
         """Return a line for the log: numbers of prompts and dropped prompts, and omitted records and columns."""
+        counts = f"{self.facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
+        return f"{self.path}: {'; '.join([counts, *self.omissions()])}"
+
+    def omissions(self) -> list[str]:
+        """Return a text for each kind of record, column or field that is not trained on."""
         facts = self.facts
-        said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
-        said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
+        said = [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
         said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
-        said += [f"{note}; line {line} is the first example that has some" for note, line in facts.notes.items()]
-        return f"{self.path}: {'; '.join(said)}"
+        return said + [f"{note}; line {line} is the first example that has some" for note, line in facts.notes.items()]
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:
         """Return the first row with a token id of `size` or more, and that id; None if there is no such row."""

@@ -257,7 +257,9 @@ class Reading:
                 usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
                 field = next(usual, field)
             given = (field,)
-            prompt, response = given_response(source, record, field, where)
+            prompt, response, left = given_response(source, record, field, where)
+            if left:
+                self.notes.setdefault("messages behind the last turn to train on are left out", line)
         else:
             prompt = prompt_of(source, record, where)
         tools, arguments = find(record, source.tools_field), find(record, source.template_field)
@@ -295,8 +297,9 @@ class Reading:
         return Example(prompt, answer, response, metadata, line, rejected, functions or [], arguments)
 
 
-def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response]:
-    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one.
+def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response, int]:
+    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one; and the number
+    of messages behind them.
 
     A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of
     these. Raises UserError if there is no such turn, or no message before it.
@@ -308,7 +311,7 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
         prompt = prompt_of(source, record, where)
         response = check_response(where, field, found)
         if isinstance(response, str):
-            return prompt, response
+            return prompt, response, 0
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages, least = [*before, *response], len(before)
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
@@ -319,7 +322,8 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     if not (answers := [number for number in answers if is_trained(messages[number])]):
         raise LeftOut("the weights of its messages leave no turn to train on")
     start = answers[-1] if source.train_on == "last" else answers[0]
-    return messages[:start], messages[start : answers[-1] + 1]
+    end = answers[-1] + 1
+    return messages[:start], messages[start:end], len(messages) - end
 
 
 def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response]:

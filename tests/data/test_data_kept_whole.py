@@ -129,6 +129,13 @@ def test_weights_of_messages_decide_which_turns_are_trained(
     assert "weight" not in trained(source)[0]
 
 
+def test_messages_behind_the_last_answer_are_named_with_their_line(write_jsonl: Write) -> None:
+    whole = {"messages": [user(), answer("a")]}
+    more = {"messages": [user(), answer("a"), user("w")]}
+    kept, left = (load(write_jsonl([whole, one]), CHATML).omissions() for one in (whole, more))
+    assert kept == [] and len(left) == 1 and "behind the last turn" in left[0] and "line 2" in left[0]
+
+
 def test_weights_that_leave_nothing_or_are_fractions_are_named(write_jsonl: Write) -> None:
     kept = {"messages": [{**user(), "weight": 1}, answer()]}
     source = load(write_jsonl([kept, {"messages": [user(), answer(weight=0)]}]), CHATML)
