@@ -16,10 +16,11 @@ rival                       context ──▶ turn ┘
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.environments import Environment, called
+from braidrl.agents.spans import EpisodeSpans
 from braidrl.agents.trajectory import Limits, Trajectory
 from braidrl.agents.turns import EnvironmentFailed, Observation, SeenIds, TurnTemplate, check_context, outcome_of
 from braidrl.algorithms.random import hashed
@@ -48,6 +49,7 @@ class Player(ABC):
     on_finished: Callable[[Trajectory], None] = lambda trajectory: None
     policies: tuple[str, ...] = ()
     """The other roles that take turns in each episode."""
+    spans: EpisodeSpans = field(default_factory=EpisodeSpans)
 
     async def play(self, rows: Rows) -> list[Trajectory]:
         """Play one trajectory for each row, at most `at_once` at a time, and return them in the order of the rows."""
@@ -61,10 +63,14 @@ class Player(ABC):
                 for attempt in range(1 + max(1, self.limits.retries)):
                     others = {role: Trajectory(uid) for role in self.policies}
                     trajectory = Trajectory(uid, attempt=attempt, others=others)
-                    try:
-                        await self.play_one(trajectory, prompt, metadata)
-                    except EnvironmentFailed as failed:
-                        trajectory.fail(failed)
+                    named = dict(zip(("source", "group", "sample"), uid, strict=True))
+                    with self.spans.span("episode", attempt=attempt, **named) as about:
+                        try:
+                            await self.play_one(trajectory, prompt, metadata)
+                        except EnvironmentFailed as failed:
+                            trajectory.fail(failed)
+                        about |= {"score": trajectory.score, "turns": sum(each.turns for each in trajectory.every)}
+                        about |= {"error.type": trajectory.failure, "finish_reason": trajectory.finish_reason.name}
                     if not trajectory.killed and (not trajectory.failure or attempt >= self.limits.retries):
                         break
                 for each in trajectory.every:
@@ -93,15 +99,15 @@ class Player(ABC):
 
     async def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a user's function. Raises EnvironmentFailed for any exception and after the time limit."""
+        name = getattr(function, "__name__", "make")
         try:
-            with WORK.waiting():
+            with WORK.waiting(), self.spans.span(name):
                 async with asyncio.timeout(self.limits.timeout_s) as limit:
                     return await called(function, *arguments)
         except EnvironmentFailed:
             raise
         except Exception as error:
             if limit.expired():
-                name = getattr(function, "__name__", "the call")
                 raise EnvironmentFailed("timeout", f"{name} took over {self.limits.timeout_s:g} s") from None
             raise EnvironmentFailed(type(error).__name__, str(error)) from error
 
@@ -201,19 +207,21 @@ class EnvironmentPlayer(Player):
                 raise EnvironmentFailed("TypeError", str(error)) from error
             said, opens = tokenised(template.first, context, tools), True
         while True:
-            sampled = await acting.sample_turn(
-                self.engine,
-                said.ids,
-                self.sampling,
-                limits.max_sequence_tokens,
-                self.purpose,
-                # Each policy draws with random numbers of its own.
-                self.stage if policy == self.role else f"{self.stage} {policy}",
-                columns=self.columns,
-                opens=opens,
-                images=said.images,
-                policy=policy,
-            )
+            with self.spans.span("chat", policy=policy, turn=acting.turns) as about:
+                sampled = await acting.sample_turn(
+                    self.engine,
+                    said.ids,
+                    self.sampling,
+                    limits.max_sequence_tokens,
+                    self.purpose,
+                    # Each policy draws with random numbers of its own.
+                    self.stage if policy == self.role else f"{self.stage} {policy}",
+                    columns=self.columns,
+                    opens=opens,
+                    images=said.images,
+                    policy=policy,
+                )
+                about |= {"gen_ai.usage.input_tokens": len(said.ids), "gen_ai.usage.output_tokens": len(sampled)}
             if acting.finish_reason is FinishReason.ABORT:
                 trajectory.end(FinishReason.ABORT)
                 return

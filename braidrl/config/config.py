@@ -170,6 +170,10 @@ class EnvironmentConfig(SandboxConfig):
     """Environment variable with the endpoint's key: clients send it as their API key, an agent has it as `api_key` in
     its example.
     """
+    spans: str | None = None
+    """A folder to which each process writes the spans of its episodes by OpenTelemetry, as JSON lines; or `otlp`: to
+    the service that OTEL_EXPORTER_OTLP_ENDPOINT names.
+    """
     tool_format: Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm"] | None = None
     """Format of the model's tool calls; by default found from its tokenizer's chat template."""
     python: Path | None = None

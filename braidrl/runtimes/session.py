@@ -32,7 +32,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Kind, Stage
 from braidrl.flow.columns import read_names
 from braidrl.flow.compute import dropped
-from braidrl.flow.flow import is_optimized
+from braidrl.flow.flow import is_optimized, policies_of
 from braidrl.flow.roles import Role
 from braidrl.flow.signatures import FAMILIES, ROLE_TYPES, log_probs_column
 from braidrl.flow.stages import RegisteredNames
@@ -72,10 +72,6 @@ class Session(AbstractContextManager["Session"]):
                 f"rollout.tokens_per_iteration={tokens} suspends responses, and a session resumes none; remove it, "
                 "or use `braid train`"
             )
-        if config.data.curriculum is not None:
-            raise UserError(
-                "data.curriculum measures the iterations of `braid train`, and a session has its own loop; remove it"
-            )
         self.joined = joined_world(config) if mode.chained and world is None else None
         self.world = world or self.joined or World()
         config = with_fetched(config)
@@ -110,15 +106,28 @@ class Session(AbstractContextManager["Session"]):
     def prompts(self, groups: int | None = None) -> SessionTable:
         """Return the next prompts as rows, one per sample, by default `trainer.prompts_per_step`.
 
-        Begins an iteration.
+        Begins an iteration. Raises UserError if a curriculum chooses them and `measure` was not called in the last one.
         """
         self._check_open()
+        loader = self.controller.loader
+        if not loader.is_ready(self.iteration + 1):
+            raise UserError(
+                "data.curriculum chooses prompts by their success so far; call session.measure(rows) once in each "
+                "iteration, with scored rows"
+            )
         self.publish()
         self.iteration += 1
         self.sums = Sums()
         self.progress.step = self.iteration
-        numbers = self.controller.loader.advance(groups or self.config.trainer.prompts_per_step)
-        return self.backend.read(Admission(numbers))
+        loader.begin(self.iteration)
+        numbers = loader.advance(groups or self.config.trainer.prompts_per_step)
+        return self.backend.read(Admission(numbers, loader.examples(numbers)))
+
+    def measure(self, rows: SessionTable) -> dict[str, float]:
+        """Give the scores of an iteration's rows to the curriculum, which chooses the next prompts by them; return its
+        metrics, none without a curriculum.
+        """
+        return self.controller.loader.measure(self.iteration, self.index(rows))
 
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
         """Run one stage, which need not be in the flow; return the rows with the new columns, after `select` the kept
@@ -194,6 +203,11 @@ class Session(AbstractContextManager["Session"]):
         flow, modelled = self.prepared.flow, self.prepared.deployment.roles
         if stage.kind in (Kind.GENERATE, Kind.INFER, Kind.TRAIN) and stage.role not in modelled:
             raise UserError(f"{stage.name}: {stage.role} has no model in flow {flow.name}; use {', '.join(modelled)}")
+        for role in policies_of(stage):
+            if role not in self.prepared.deployment.generating:
+                raise UserError(
+                    f"{stage.name}: no stage of flow {flow.name} generates with {role}, so it has no engine"
+                )
         if is_optimized(stage) and stage.role not in flow.trained_roles:
             raise UserError(f"{stage.role} has no optimizer: the flow {flow.name} does not train it")
         if columns := list(rows):

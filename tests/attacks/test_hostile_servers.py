@@ -1,4 +1,4 @@
-"""A server of tools that hangs, breaks off, answers nonsense or floods: each is its row's counted failure."""
+"""A server that hangs, breaks off, answers nonsense or floods: each is its row's counted failure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 
 from braidrl.agents.player import EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
@@ -21,9 +22,11 @@ from braidrl.data.rows import FinishReason
 from braidrl.engines.requests import SamplingParams
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
 from tests.attacks.test_verifiers import has_walls
+from tests.tiny import ROOT
 
 pytest.importorskip("mcp", reason="mcp is not installed")
 pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
+OPENENV = ROOT / "build" / "environments-venv" / "bin" / "python"
 FLOOD = 50 << 20
 LIMITS = Limits(at_once=8, timeout_s=4.0, max_turns=2, max_sequence_tokens=500)
 
@@ -75,13 +78,11 @@ def address() -> Iterator[str]:
         server.shutdown()
 
 
-def test_every_misbehaviour_of_a_server_is_a_counted_row_and_takes_no_memory(address: str) -> None:
+def check_counted_rows(names: dict[str, str], **settings: Any) -> None:
+    """Play a row in each environment, by its behaviour, at the same time: each is a counted failure without memory."""
     tokenizer = make_chat_tokenizer(None)
-    behaviours = ("hang", "half", "nonsense", "floods")
-    hosts = [
-        EnvironmentHosts(EnvironmentConfig(name=f"mcp:{address}/{one}", timeout_s=4.0, memory_gib=2.0))
-        for one in behaviours
-    ]
+    configs = [EnvironmentConfig(name=name, timeout_s=4.0, memory_gib=2.0, **settings) for name in names.values()]
+    hosts = [EnvironmentHosts(config) for config in configs]
     try:
         made = [host.find(str(host.settings.name)) for host in hosts]
         before, began = psutil.Process().memory_info().rss, time.monotonic()
@@ -96,8 +97,62 @@ def test_every_misbehaviour_of_a_server_is_a_counted_row_and_takes_no_memory(add
     finally:
         for host in hosts:
             host.close()
-    reasons = {one: trajectory.failure for one, trajectory in zip(behaviours, trajectories, strict=True)}
+    reasons = {one: trajectory.failure for one, trajectory in zip(names, trajectories, strict=True)}
     assert all(reasons.values()), reasons
-    assert trajectory_columns(trajectories, LIMITS)["finish_reason"].tolist() == [FinishReason.ERROR] * len(behaviours)  # type: ignore[union-attr]
+    assert trajectory_columns(trajectories, LIMITS)["finish_reason"].tolist() == [FinishReason.ERROR] * len(names)  # type: ignore[union-attr]
     assert time.monotonic() - began < 30
     assert psutil.Process().memory_info().rss - before < FLOOD
+
+
+def test_every_misbehaviour_of_a_server_is_a_counted_row_and_takes_no_memory(address: str) -> None:
+    check_counted_rows({one: f"mcp:{address}/{one}" for one in ("hang", "half", "nonsense", "floods")})
+
+
+async def misbehave(request: web.Request) -> web.StreamResponse:
+    """Answer each message of a session as the address says."""
+    kind, session = request.match_info["kind"], web.WebSocketResponse()
+    if kind == "refuses":
+        return web.Response(status=500)
+    await session.prepare(request)
+    async for _ in session:
+        if kind == "hang":
+            await asyncio.sleep(60)
+        if kind == "half" and request.transport is not None:
+            request.transport.write(b"\x81\x7e\x10\x00{")
+            request.transport.abort()
+        said = {"nonsense": "{]", "another": "[]", "floods": json.dumps({"type": "x", "data": "x" * FLOOD})}
+        await session.send_str(said.get(kind, ""))
+    return session
+
+
+@pytest.fixture
+def sessions() -> Iterator[str]:
+    """Serve sessions of the kind that OpenEnv's client opens, and return the address."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    server, ports = web.Application(), list[int]()
+    server.router.add_get("/{kind}/ws", misbehave)
+
+    async def serve() -> None:
+        runner = web.AppRunner(server)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        ports.append(runner.addresses[0][1])
+        started.set()
+
+    def run() -> None:
+        loop.run_until_complete(serve())
+        loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert started.wait(10)
+    yield f"http://127.0.0.1:{ports[0]}"
+    loop.call_soon_threadsafe(loop.stop)
+
+
+@pytest.mark.soak
+def test_every_misbehaviour_behind_openenv_is_a_counted_row_and_takes_no_memory(sessions: str) -> None:
+    if not OPENENV.parents[1].joinpath("installed").exists():
+        pytest.skip("make environments has not installed openenv")
+    kinds = ("hang", "half", "nonsense", "another", "floods", "refuses")
+    check_counted_rows({one: f"openenv:{sessions}/{one}" for one in kinds}, python=OPENENV)

@@ -45,6 +45,7 @@ def settings(runtime: str = "eager") -> dict[str, Any]:
         "runtime": runtime,
         "dtype": "float64",
         "placement": "standalone",
+        "data": {"curriculum": "progress"},
         "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "learning_rate": 3e-3},
     }
 
@@ -56,6 +57,7 @@ def grpo_by_hand(config: Config, folder: Path, old: bool = True) -> list[dict[st
             rows = session.prompts()
             rows = session.actor.generate(rows)
             rows = session.reward.verify(rows)
+            session.measure(rows)
             rows = session.reference.log_probs(rows)
             rows = session.actor.log_probs(rows) if old else rows
             rows = session.run(advantage.group_normalized(), rows)

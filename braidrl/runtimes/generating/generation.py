@@ -25,6 +25,7 @@ from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
+from braidrl.agents.spans import EpisodeSpans
 from braidrl.agents.trajectory import (
     Limits,
     Trajectory,
@@ -146,6 +147,7 @@ class Generation:
         self.publishers: dict[str, Publisher] = {}
         self.moves, self.usage = WeightMoves(), DeviceUsage(config, prepared.deployment.engines)
         self.environments = EnvironmentHosts(config.rollout.environment)
+        self.spans = EpisodeSpans(config.rollout.environment.spans)
 
     def start_engine(self, role: str, worker: TrainingBackend | None) -> None:
         """Start the engine that generates with the weights of `worker`; without one, `exchange_weights` names their
@@ -302,7 +304,7 @@ class Generation:
                 listener=listener,
                 key=key,
             ) as endpoint:
-                agents = AgentPlayer(endpoint, make, limits=limits, seed=seed, on_finished=finished)
+                agents = AgentPlayer(endpoint, make, limits=limits, seed=seed, on_finished=finished, spans=self.spans)
                 return await agents.play(rows)
         player = EnvironmentPlayer(
             running,
@@ -317,6 +319,7 @@ class Generation:
             on_finished=finished,
             policies=policies_of(stage)[1:],
             role=str(stage.role),
+            spans=self.spans,
         )
         return await player.play(rows)
 
@@ -385,6 +388,7 @@ class Generation:
         for publisher in self.publishers.values():
             publisher.close()
         self.environments.close()
+        self.spans.close()
         if self.checks.rewards is not None:
             self.checks.rewards.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from braidrl.agents.environments import AGENTS, check_environment
 from braidrl.agents.listening import endpoint_key
+from braidrl.agents.spans import check_spans
 from braidrl.config import Config
 from braidrl.config.data import RewardConfig
 from braidrl.errors import UserError
@@ -44,6 +45,7 @@ def build_flow(config: Config) -> Flow:
             if stage.params["environment"].startswith(AGENTS) and "policies" in stage.params:
                 raise UserError(f"{stage.name}: an agent with its own loop has one policy; remove `policies`")
             endpoint_key(environment)
+            check_spans(environment.spans)
     flow = Flow(flow.name, stages)
     samples, rows, needed = rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
     if needed is not None and samples != needed:
