@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import packing, resharding, speed, transport
+from benchmarks import mixtures, packing, resharding, speed, transport
 from benchmarks.case import Case
 from benchmarks.duel import OURS, duel
 
@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "grpo": speed.grpo,
     "grpo_smollm2": speed.grpo_smollm2,
     "models": speed.models,
+    "moe": mixtures.moe,
     "shared_prompt": speed.shared_prompt,
     "memory": speed.memory,
     "packing": packing.packing,

@@ -108,6 +108,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """The settings of the hub's newest families beside the widths that all share."""
+MIXTURE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "intermediate_size": 768,
+        "moe_intermediate_size": 384,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+}
+"""A mixture whose active parameters are those of `Shape`."""
 
 
 def family_folder(name: str, vocabulary: int) -> Path:
@@ -128,7 +138,7 @@ def family_folder(name: str, vocabulary: int) -> Path:
                 pad_token_id=END,
                 tie_word_embeddings=True,
                 **head,
-                **FAMILIES[name],
+                **(FAMILIES | MIXTURE)[name],
             ),
         )
     return folder

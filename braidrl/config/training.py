@@ -56,8 +56,8 @@ class BalanceConfig(Section):
     """Balance of the experts of a mixture; with any value, `{}` too, metrics show each layer's load."""
 
     auxiliary: float = Field(0.0, ge=0, le=1e3)
-    """Coefficient of the auxiliary loss: the number of experts times the sum over experts of their share of a row's
-    choices and their mean score in the row. A balanced layer has 1.
+    """Coefficient of the auxiliary loss: the number of experts times the sum over experts of their share of the choices
+    and their mean score in a row. A balanced layer has 1.
     """
     z: float = Field(0.0, ge=0, le=1e3)
     """Coefficient of the z-loss: the square of the log-sum-exp of the router's logits."""
@@ -67,6 +67,12 @@ class BalanceConfig(Section):
     """
     frozen: bool = False
     """Keep the routers as they are; excludes the other keys."""
+    shares: Literal["row", "batch"] = "row"
+    """Over which tokens the auxiliary loss counts an expert's share of the choices: those of the row, or those of the
+    whole batch of the last optimizer step.
+    """
+    routing_gap: bool = False
+    """With `replay=inference` also compute log-probs without a replay, and report the gap that routing alone causes."""
 
     @model_validator(mode="after")
     def _check(self) -> "BalanceConfig":

@@ -114,7 +114,8 @@ class Role:
         """Return a stage that computes the log-probabilities of the action tokens.
 
         Args:
-            replay: `inference` takes the experts of a mixture that the engine chose.
+            replay: `inference` takes the experts of a mixture that the engine chose, `training` records those of this
+                pass for the update.
             of: Namespace of the responses.
         """
         return make_stage("log_probs", self.name, {"replay": replay, "of": of}, id=id, when=when, after=after)
@@ -164,7 +165,8 @@ class Role:
             ptx_coef: Weight of the likelihood of pre-training text.
             positive_coef: Weight of the likelihood of right answers.
             observation_coef: Weight of the likelihood of observations in episodes.
-            replay: `inference` takes the experts of a mixture that the engine chose, with weights from the present
+            replay: `inference` takes the experts of a mixture that the engine chose, `training` those of the
+                recomputed log-probs, with weights from the present
                 scores; for log-probs recomputed before the update too.
         """
         source = source.name if isinstance(source, Role) else source

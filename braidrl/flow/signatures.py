@@ -71,8 +71,10 @@ FAMILIES: dict[str, Registry] = {
 }
 """Families of the functions of compute and select stages."""
 OLD = ("recompute", "rollout", "self")
-REPLAYS = ("none", "inference")
-"""The experts of a mixture in log-probs and updates: chosen anew, or those that the engine chose."""
+REPLAYS = ("none", "inference", "training")
+"""The experts of a mixture in an update: chosen anew, those that the engine chose, or those of the recomputed
+log-probs.
+"""
 ROLE_TYPES: dict[str, dict[str, type]] = {
     "generate": {
         "into": str,
@@ -164,9 +166,12 @@ def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature
     if type == "score" and (role == "reward" or "weight" in params):
         writes = (*in_namespace(of, (f"{role}_score",)), *summed)
         return Signature(kind=Kind.INFER, reads=sequence, writes=writes, optional=summed)
-    sequence = (*sequence, *in_namespace(of, replayed_columns(role, type, params)))
+    routes = replayed_columns(role, type, params)
+    records = params.get("replay") == "training"
+    sequence = sequence if records else (*sequence, *in_namespace(of, routes))
     columns = {"score": role, "log_probs": log_probs_column(role), "values": VALUES.get(role, f"{role}_values")}
-    return Signature(kind=Kind.INFER, reads=sequence, writes=in_namespace(of, (columns[type],)))
+    written = (columns[type], *(routes if records else ()))
+    return Signature(kind=Kind.INFER, reads=sequence, writes=in_namespace(of, written))
 
 
 def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
@@ -206,6 +211,10 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
         reads = reads - {"old_log_probs"} | source.get(old or "", set())
     one_of = (("advantages", "turn_advantages", "advantage"),) if "advantages" in reads else ()
     replayed = replayed_columns(role, "update", params)
+    if params.get("replay") == "training" and old != "recompute":
+        raise UserError(
+            f"{role}.update: replay=training takes the experts of recomputed log-probs; write old=recompute"
+        )
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}), *replayed)
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
     by_turn = ["turn_lengths"] if one_of else []
@@ -220,7 +229,10 @@ def update_signature(role: str, params: Mapping[str, Any]) -> Signature:
 
 
 def replayed_columns(role: str, type: str, params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the column of routes that a stage with `replay` reads. Raises UserError for an unknown value."""
+    """Return the column of routes that a stage with `replay` reads or records.
+
+    Raises UserError for an unknown value.
+    """
     replay = params.get("replay", "none")
     if replay not in REPLAYS:
         raise UserError(f"{role}.{type}: no `replay` is called {replay!r}. {suggest(replay, REPLAYS)}")

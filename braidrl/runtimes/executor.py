@@ -17,7 +17,7 @@ from torch import Tensor
 from braidrl.config import RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, retokenized
-from braidrl.data.token_columns import of_all_tokens
+from braidrl.data.token_columns import ROUTED_EXPERTS, of_all_tokens
 from braidrl.errors import BadUpdate, users_errors
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import checked, computed, of_namespace, summed
@@ -146,7 +146,15 @@ class StageExecutor:
                 read = read.without(
                     [name for name in of_all_tokens() if in_namespace(of, [name])[0] not in stage.reads]
                 )
+                if stage.params.get("replay") == "training":
+                    both = torch_worker(worker).forward_with_routes(read, bar.update)
+                    return dict(zip(stage.writes, both, strict=True)) if len(rows) else {}
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
+                balance = self.config.trainer.balance
+                if balance is not None and balance.routing_gap and ROUTED_EXPERTS in read:
+                    free = worker.forward("log_probs", read.without([ROUTED_EXPERTS]))
+                    gaps = (found.values - free.values).abs()
+                    sums.add_per_token(role, {"routing_log_prob_gap": gaps} if len(rows) else {})
             if not len(rows) or stage.type != "score":
                 return {stage.writes[0]: found} if len(rows) else {}
             rewarding = role == "reward" or "weight" in stage.params

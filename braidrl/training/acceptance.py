@@ -334,7 +334,7 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
     plan = proof.proven_plan(config, path)
     for name in FILES:
         check_accepted(config, plan, path, name, "model")
-    axes = [axis for axis in ("tensor", "sequence", "context", "pipeline") if getattr(layout, axis) > 1]
+    axes = [axis for axis in ("tensor", "sequence", "context", "pipeline", "expert") if getattr(layout, axis) > 1]
     axes += ["shard"] * (layout.shard != "none")
     if axes and plan.by_rows:
         raise UserError(

@@ -54,18 +54,24 @@ def choices(routes: Tensor, experts: int) -> Tensor:
     return torch.zeros(*routes.shape[:2], experts, device=routes.device).scatter_(-1, routes, 1.0)
 
 
-def auxiliary_loss(scores: Tensor, routes: Tensor, offsets: Tensor) -> Tensor:
-    """Return each token's part of the auxiliary loss (A,), whose mean over a row is Σ_l E Σ_e f_e P_e.
+def auxiliary_loss(scores: Tensor, shares: Tensor) -> Tensor:
+    """Return each token's part of the auxiliary loss (A,), whose mean is Σ_l E Σ_e f_e P_e.
 
-    f_e is the share of the row's choices that went to expert e, without gradient, and P_e the mean of its scores in the
-    row. `offsets` (B + 1,) are the starts of the rows' action tokens. DeepSeek-AI 2024, "DeepSeek-V3", equations 17-20.
+    `shares` (A or 1, L, E) are f_e, the share of the choices that went to expert e, without gradient; P_e is the mean
+    of the scores (A, L, E). DeepSeek-AI 2024, "DeepSeek-V3", equations 17-20.
+    """
+    return scores.shape[-1] * (shares.to(scores) * scores).sum((-1, -2))
+
+
+def row_shares(routes: Tensor, experts: int, offsets: Tensor) -> Tensor:
+    """Return each expert's share of the choices in each token's row, (A, L, E); `offsets` (B + 1,) are the starts of
+    the rows' action tokens.
     """
     lengths = offsets.diff()
-    rows = torch.arange(len(lengths)).repeat_interleave(lengths).to(scores.device)
-    chosen = choices(routes, scores.shape[-1]).to(scores.dtype)
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths).to(routes.device)
+    chosen = choices(routes, experts).double()
     counts = chosen.new_zeros(len(lengths), *chosen.shape[1:]).index_add_(0, rows, chosen)
-    shares = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    return scores.shape[-1] * (shares[rows] * scores).sum((-1, -2))
+    return (counts / counts.sum(-1, keepdim=True).clamp(min=1))[rows]
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -98,6 +104,8 @@ class RouterBalance:
         """How often this process's tokens chose each expert since the last optimizer step, by layer of the whole
         model.
         """
+        self.shares = torch.full_like(self.counts, 1 / experts)
+        """Each expert's share of the choices of all ranks in the last optimizer step; equal ones before the first."""
 
     def biases(self) -> list[tuple[str, int, Tensor]]:
         """Return the selection biases of this rank's routers: name in the model, layer, and values (E,)."""
@@ -122,7 +130,10 @@ class RouterBalance:
             self.counts[layers] += choices(routes, scores.shape[-1]).sum(0).to(self.counts)
         losses = {}
         if self.config.auxiliary:
-            losses["router_auxiliary"] = auxiliary_loss(scores, routes, offsets)
+            shares = self.shares[None, layers]
+            if self.config.shares == "row":
+                shares = row_shares(routes, scores.shape[-1], offsets)
+            losses["router_auxiliary"] = auxiliary_loss(scores, shares)
             found[ROUTER_LOSS] = self.config.auxiliary * losses["router_auxiliary"]
         if self.config.z:
             losses["router_z"] = z_loss(logits)
@@ -130,8 +141,8 @@ class RouterBalance:
         entropies = torch.special.entr(scores.detach()).sum(-1).unbind(1)
         metrics = {f"router_entropy/{layer}": entropy for layer, entropy in zip(layers, entropies, strict=True)}
         if (changed := found.pop(CHANGED, None)) is not None:
-            shares = zip(layers, changed.unbind(1), strict=True)
-            metrics |= {f"routes_changed/{layer}": share for layer, share in shares}
+            of_layers = zip(layers, changed.unbind(1), strict=True)
+            metrics |= {f"routes_changed/{layer}": share for layer, share in of_layers}
         return found, metrics | {name: loss.detach() for name, loss in losses.items()}
 
     def report(self, sums: Sums, role: str, metrics: Mapping[str, Tensor]) -> None:
@@ -155,13 +166,20 @@ class RouterBalance:
         counts, self.counts = self.counts, torch.zeros_like(self.counts)
         if not is_updated or not counts.sum():
             return {}
+        self.shares = counts / counts.sum(-1, keepdim=True)
         for _, layer, bias in self.biases():
             bias += self.config.bias * (counts[layer].mean() - counts[layer]).sign().to(bias)
         loads = (counts.amax(-1) / counts.mean(-1)).tolist()
         return {f"busiest_expert/{layer}": load for layer, load in enumerate(loads)}
 
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps beside the model; nothing where the next step does not need it."""
+        return {"shares": self.shares} if self.config.auxiliary and self.config.shares == "batch" else {}
+
     @torch.no_grad()
-    def load(self, files: Mapping[str, Tensor]) -> None:
-        """Restore the selection biases of a checkpoint."""
+    def load(self, files: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Restore the selection biases of a checkpoint from `files` of its model, and its `state`, if it has one."""
         for name, _, bias in self.biases():
             bias.copy_(files[name])
+        if "shares" in state:
+            self.shares = state["shares"]

@@ -7,6 +7,7 @@ ablation        GRPO plus DAPO's techniques, added one by one, over three seeds
 techniques      each technique in a setting where its argument predicts an effect, over three seeds
 runtimes        DAPO under every runtime, over three seeds
 staleness       DAPO with rows of the previous version, in five ways, over three seeds
+mixtures        GRPO on a mixture of experts and on a dense model with as many active parameters, over three seeds
 vllm            GRPO from the tokens of a stock `vllm serve`, and its speed beside a reproducible one; needs `make vllm`
 
 A study over several seeds runs the seeds of `--seeds`. To resume an interrupted study, call it again: finished runs are
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from study import SEEDS, Numbers, Study
+from study_mixtures import mixtures
 from study_recipes import ablation, algorithms
 from study_rewards import reward_model, safe_rlhf
 from study_runtimes import runtimes
@@ -35,6 +37,7 @@ STUDIES: dict[str, Callable[[Study], Numbers]] = {
     "techniques": techniques,
     "runtimes": runtimes,
     "staleness": staleness,
+    "mixtures": mixtures,
     "vllm": vllm,
 }
 

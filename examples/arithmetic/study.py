@@ -104,20 +104,22 @@ class Study:
         write_curves(self.pages / f"{name}.svg", title, curves, limit)
         return f"![{title}]({name}.svg)\n"
 
-    def warm_model(self, teacher: Teacher = CARELESS) -> Path:
-        """Return the data files and the initial model, which has imitated a teacher."""
-        folder, examples = self.folder / f"{teacher.name}-model", self.folder / f"{teacher.name}.jsonl"
+    def warm_model(self, teacher: Teacher = CARELESS, family: str = "qwen3") -> Path:
+        """Return the data files and the initial model of a family, which has imitated a teacher."""
+        name = teacher.name if family == "qwen3" else f"{teacher.name}-{family}"
+        folder, examples = self.folder / f"{name}-model", self.folder / f"{teacher.name}.jsonl"
         if not examples.is_file():
             self.write_data(examples, teacher)
         if folder.is_dir():
             return folder
-        write_model(self.folder / "untrained", seed=START)
+        untrained = self.folder / ("untrained" if family == "qwen3" else f"untrained-{family}")
+        write_model(untrained, seed=START, family=family)
         run = self.run(
-            f"{teacher.name}-start",
+            f"{name}-start",
             {
                 "flow": "sft",
                 "seed": START,
-                "model": str(self.folder / "untrained"),
+                "model": str(untrained),
                 "data": {"train": str(examples)},
                 "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
                 "trainer": {
@@ -141,13 +143,21 @@ class Study:
         write_jsonl(self.folder / "train.jsonl", questions(trained))
         write_jsonl(examples, teacher.answers(trained))
 
-    def policy(self, flow: str, algorithm: Tree, seed: int = 0, teacher: Teacher = CARELESS, **more: Any) -> Tree:
+    def policy(
+        self,
+        flow: str,
+        algorithm: Tree,
+        seed: int = 0,
+        teacher: Teacher = CARELESS,
+        family: str = "qwen3",
+        **more: Any,
+    ) -> Tree:
         """Return the configuration that improves the warm model on sums, with evaluation on held-out ones."""
         tree: Tree = {
             "flow": flow,
             "algorithm": algorithm,
             "seed": seed,
-            "model": str(self.warm_model(teacher)),
+            "model": str(self.warm_model(teacher, family)),
             "data": {
                 "train": str(self.folder / "train.jsonl"),
                 "eval": {"held_out": str(self.folder / "held_out.jsonl")},

@@ -85,21 +85,29 @@ LINEAR_ATTENTION = {
     "linear_value_head_dim": 32,
 }
 """Further sizes of Qwen3.5: of four layers, three have linear attention."""
+EXPERTS, ACTIVE = 8, 2
+"""Experts of a mixture's layer, and of a token: their parameters in use are those of the dense model."""
 
 
 def write_model(folder: Path, seed: int, layers: int = 3, width: int = 128, family: str = "qwen3") -> None:
-    """Write a small model with random weights, of the family `qwen3` or `qwen3_5_text`, with its tokenizer, as a
-    Hugging Face directory.
+    """Write a small model with random weights, of the family `qwen3`, `qwen3_5_text` or `qwen3_moe`, with its
+    tokenizer, as a Hugging Face directory.
     """
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    more = {} if family == "qwen3" else LINEAR_ATTENTION
+    mixture = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": ACTIVE,
+        "moe_intermediate_size": 3 * width // ACTIVE,
+        "norm_topk_prob": True,
+    }
+    more = {"qwen3": {}, "qwen3_5_text": LINEAR_ATTENTION, "qwen3_moe": mixture}[family]
     config = AutoConfig.for_model(
         family,
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=3 * width,
-        num_hidden_layers=layers + bool(more),
+        num_hidden_layers=layers + (more is LINEAR_ATTENTION),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=width // 4,

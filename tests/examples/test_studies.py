@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny import ARITHMETIC, load_module
 
-STUDIES = ("recipes", "rewards", "runtimes", "staleness", "techniques", "vllm")
+STUDIES = ("mixtures", "recipes", "rewards", "runtimes", "staleness", "techniques", "vllm")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.prepare.setup import prepare
 from tests.invariants.traces import merged
+from tests.runtimes.turns import PLAYED
 from tests.tiny import SIZES, TOKENIZER, Workshop, metrics_agree, recorded, sums, write_jsonl
 
 SECTIONS: dict[str, Any] = {
@@ -48,8 +49,20 @@ def test_a_replay_changes_nothing_where_both_choose_alike(workshop: Workshop, ea
     assert "routed_experts" not in recorded(free, 1) and metrics_agree(eager, free)
 
 
+def test_updates_of_a_batch_keep_the_experts_of_its_recomputed_log_probs(workshop: Workshop) -> None:
+    # The entropy bonus changes weights also where all rewards of a group are equal.
+    algorithm = {"replay": "training", "entropy_coef": 0.3}
+    trainer = {"steps": 1, "rows_per_update": 4, "learning_rate": 3e-2, "balance": {}}
+    own = {"algorithm": algorithm, "trainer": trainer, "rollout": {"dtype": "float32"}}
+    run = workshop.run("updates", **merged(SECTIONS, own))
+    rows, (line,) = recorded(run, 1), read_metrics(run)
+    assert rows["routed_experts"].lengths.tolist() == (rows["length"] - 1).tolist()
+    changed = [line[f"actor/routes_changed/{layer}"] for layer in range(2)]
+    assert all(0 < share < 0.9 for share in changed), "routers of later updates would choose others"
+
+
 def test_an_engine_of_half_precision_is_followed_where_it_routes_otherwise(workshop: Workshop) -> None:
-    gaps, balance = {}, {"trainer": {"balance": {}}}
+    gaps, balance = {}, {"trainer": {"balance": {"routing_gap": True}}}
     for replay in ("none", "inference"):
         own = {"algorithm": {"replay": replay}, "dtype": "float32", "rollout": {"dtype": "bfloat16"}}
         run = workshop.run(f"half-{replay}", **merged(merged(SECTIONS, own), balance))
@@ -58,7 +71,17 @@ def test_an_engine_of_half_precision_is_followed_where_it_routes_otherwise(works
             0 < share < 0.5 for share in changed.values()
         )
         gaps[replay] = read_metrics(run)[0]["train/rollout_log_prob_gap"]
-    assert gaps["inference"] < gaps["none"]
+        alone = read_metrics(run)[0].get("actor/routing_log_prob_gap")
+    assert gaps["inference"] < gaps["none"] and alone is not None and 0 < alone < 2 * gaps["none"]
+
+
+def test_routes_of_every_turn_are_those_that_drew_its_tokens(workshop: Workshop) -> None:
+    own = {"rollout": {"max_response_tokens": 4, "environment": PLAYED}, "trainer": {"steps": 1, "balance": {}}}
+    run = workshop.run("turns", **merged(SECTIONS, own))
+    rows, (line,) = recorded(run, 1), read_metrics(run)
+    assert max(map(len, rows["sequence_lengths"].tolist())) > 1 and max(map(len, rows["turn_lengths"].tolist())) > 2
+    assert line["train/rollout_log_prob_gap"] < 1e-9, "shifted routes would change log-probs"
+    assert [line[f"actor/routes_changed/{layer}"] for layer in range(2)] == [0, 0]
 
 
 def test_suspended_rows_train_on_their_routes_under_streaming(workshop: Workshop) -> None:
@@ -74,6 +97,7 @@ def test_suspended_rows_train_on_their_routes_under_streaming(workshop: Workshop
     ("own", "message"),
     [
         ({"rollout": {"engine": "vllm"}}, "rollout.engine=embedded"),
+        ({"algorithm": {"replay": "training", "old": "rollout"}}, "write old=recompute"),
         ({"trainer": {"balance": {"z": 0.1}, "lora": {"targets": ["q_proj"]}}}, "remove trainer.balance"),
     ],
 )

@@ -14,7 +14,7 @@ from braidrl.config import BalanceConfig
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import BackendSpec
-from braidrl.training.balance import RouterBalance, auxiliary_loss, z_loss
+from braidrl.training.balance import RouterBalance, auxiliary_loss, row_shares, z_loss
 from braidrl.training.decoders.routing import routers_of
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.parallel.layouts import DataParallel
@@ -78,19 +78,36 @@ def step(worker: RoleWorker, number: int = 1) -> tuple[dict[str, float], dict[st
     return sums.means(), worker.step_metrics
 
 
-def test_the_auxiliary_loss_equals_a_plain_loop() -> None:
+@pytest.mark.parametrize("of", ["row", "batch"])
+def test_the_auxiliary_loss_equals_a_plain_loop(of: str) -> None:
     torch.manual_seed(0)
     scores, offsets = torch.randn(9, 2, 4, dtype=torch.float64).softmax(-1), torch.tensor([0, 5, 5, 9])
     routes = scores.topk(2).indices
     wanted = torch.zeros(9, dtype=torch.float64)
+    last = torch.rand(1, 2, 4, dtype=torch.float64)  # shares of the last step's whole batch
     for start, end in ((0, 5), (5, 9)):
         for layer in range(2):
             for expert in range(4):
-                share = float((routes[start:end, layer] == expert).sum()) / (2 * (end - start))
+                of_row = float((routes[start:end, layer] == expert).sum()) / (2 * (end - start))
+                share = of_row if of == "row" else float(last[0, layer, expert])
                 wanted[start:end] += 4 * share * scores[start:end, layer, expert]
-    torch.testing.assert_close(auxiliary_loss(scores, routes, offsets), wanted)
+    shares = row_shares(routes, 4, offsets) if of == "row" else last
+    torch.testing.assert_close(auxiliary_loss(scores, shares), wanted)
     logits = scores.log()
     torch.testing.assert_close(z_loss(logits + 2), torch.full((9,), 8.0, dtype=torch.float64))
+
+
+def test_shares_of_the_last_batch_balance_any_packing_and_are_resumed(models: dict[str, str], tmp_path: Path) -> None:
+    balance = {"auxiliary": 0.5, "shares": "batch"}
+    workers = [make_worker(models["qwen3_moe"], balance, max_tokens_per_device=size) for size in (64, 4096)]
+    (first, _), _ = (step(worker) for worker in workers)
+    assert first["actor/router_auxiliary"] == pytest.approx(4.0), "equal shares at first: 1 for each layer"
+    workers[0].export(tmp_path / "saved")
+    again = make_worker(models["qwen3_moe"], balance)
+    again.load(tmp_path / "saved")
+    second = [step(worker, 2) for worker in (*workers, again)]
+    assert second[2] == second[0] and second[1][0] == pytest.approx(second[0][0], rel=1e-5)
+    assert second[0][0]["actor/router_auxiliary"] > 4.5, "the experts that the last batch chose have higher scores"
 
 
 def test_balance_losses_have_the_same_gradient_in_any_packing(models: dict[str, str]) -> None:
@@ -148,6 +165,7 @@ def test_a_selection_bias_follows_the_loads_and_is_resumed(models: dict[str, str
         ("qwen3_moe", {}, 4.0),
         ("qwen3_moe", {"z": 0.1}, 4.0),
         ("qwen3_moe", {"auxiliary": 0.1}, 2.0),
+        ("qwen3_moe", {"auxiliary": 0.1, "shares": "batch"}, 2.5),
         ("deepseek_v3", {}, 4.0),
         ("deepseek_v3", {"auxiliary": 0.1}, 2.0),
         ("deepseek_v3", {"bias": 0.01}, 2.0),

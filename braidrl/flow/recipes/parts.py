@@ -43,9 +43,9 @@ class PolicyParameters(ActorParameters):
     """Source of the log-probs before the update; by default the runtime takes the cheapest exact one."""
     correction: dict[str, Any] | None = None
     """Importance weights that correct for the engine's different numerics, as in `{name: truncated, cap: 2.0}`."""
-    replay: Literal["none", "inference"] | None = None
-    """The experts of a mixture in the update and in recomputed log-probs: `inference` takes those that the engine chose
-    for each token.
+    replay: Literal["none", "inference", "training"] | None = None
+    """The experts of a mixture in the update: `inference` takes those that the engine chose for each token, in
+    recomputed log-probs too; `training` those of the recomputed log-probs, for batches of several updates.
     """
 
 
@@ -119,7 +119,7 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
         loss = {"name": p.loss} if isinstance(p.loss, str) else p.loss
     given = {
         "aggregate": p.aggregate,
-        "old": p.old,
+        "old": p.old or ("recompute" if p.replay == "training" else None),
         "entropy_coef": p.entropy_coef or None,
         "correction": p.correction,
         "replay": p.replay,

@@ -180,8 +180,8 @@ def check_token_columns(config: Config, flow: Flow) -> None:
     rollout = config.rollout
     names = [name for stage in flow.stages for name in stage.params.get("columns", ())]
     computed = [column.name for column in map(column_of, names) if column.function is not None]
-    if ROUTED_EXPERTS in names:
-        check_replay(config, flow)
+    if any(ROUTED_EXPERTS in stage.reads for stage in flow.stages):
+        check_replay(config, flow, ROUTED_EXPERTS in names)
     if computed and rollout.engine == "http":
         raise UserError(
             f"servers do not return the column {computed[0]}, which a stage reads; write rollout.engine=vllm"
@@ -192,14 +192,21 @@ def check_token_columns(config: Config, flow: Flow) -> None:
         )
 
 
-def check_replay(config: Config, flow: Flow) -> None:
-    """Raise UserError for a run that cannot record or replay the routes of a mixture of experts."""
-    if config.rollout.engine != "embedded" or config.rollout.pipeline > 1:
-        raise UserError("replay=inference: only a whole embedded engine records routes; write rollout.engine=embedded")
+def check_replay(config: Config, flow: Flow, of_engine: bool) -> None:
+    """Raise UserError for a run that cannot record or replay the routes of a mixture of experts, those of the engine or
+    of recomputed log-probs.
+    """
+    if of_engine and (config.rollout.engine != "embedded" or config.rollout.pipeline > 1):
+        raise UserError(
+            "replay=inference: only a whole embedded engine records routes; write rollout.engine=embedded, or "
+            "replay=training"
+        )
     for role in {str(stage.role) for stage in flow.stages if ROUTED_EXPERTS in stage.reads}:
         own = settings_of(role, config)
         if not experts_in(read_model_config(own.model.expanduser())):
-            raise UserError(f"replay=inference: the model of {role} has no experts; remove `replay`")
+            raise UserError(f"replay: the model of {role} has no experts; remove `replay`")
+        if own.backend != "torch":
+            raise UserError(f"replay: the backend {own.backend} of {role} replays no routes; write replay=none")
 
 
 def check_balance(config: Config, flow: Flow) -> None:

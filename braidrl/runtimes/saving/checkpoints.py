@@ -43,7 +43,7 @@ from braidrl.runtimes.saving.folders import (
     sync,
     written_whole,
 )
-from braidrl.training.roles.checkpoint import DIGESTS, OPTIMIZER, Write
+from braidrl.training.roles.checkpoint import BALANCE, DIGESTS, OPTIMIZER, Write
 from braidrl.weights.file import digest
 
 FORMAT = 2
@@ -333,7 +333,8 @@ def export_model(run: Path, folder: Path, role: str | None = None, best: bool = 
     if folder.exists():
         raise UserError(f"{folder} exists; nothing was overwritten")
     with written_whole(folder) as copied:
-        shutil.copytree(source, copied, dirs_exist_ok=True, ignore=shutil.ignore_patterns(f"{OPTIMIZER}*.safetensors*"))
+        state = shutil.ignore_patterns(*(f"{stem}*.safetensors*" for stem in (OPTIMIZER, BALANCE)))
+        shutil.copytree(source, copied, dirs_exist_ok=True, ignore=state)
     architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if not file.name.startswith(OPTIMIZER))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return f"{folder}: {architecture}, {size / 2**20:.1f} MiB of weights, from {checkpoint}"

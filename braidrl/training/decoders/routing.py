@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from braidrl.errors import UserError
 from braidrl.training.compute.cpu_layers import derived
 from braidrl.training.decoders.body import body_of, plan_of_model
-from braidrl.training.decoders.shrink import EXPERTS
+from braidrl.training.decoders.shrink import CHOSEN, EXPERTS
 
 ROUTERS = "number_of_routers"
 """Attribute of a model whose routers are numbered: how many it has, with those on other ranks."""
@@ -208,6 +208,12 @@ def routes_dtype(model: Any) -> torch.dtype:
 def experts_of(model: Any) -> int:
     """Return the number of experts of a mixture's layer, 0 for a dense model."""
     return experts_in(model.config)
+
+
+def experts_per_token(model: Any) -> int:
+    """Return the number of experts that each token has in a mixture's layer."""
+    config = model.config.get_text_config()
+    return next(int(getattr(config, key)) for key in CHOSEN if getattr(config, key, None))
 
 
 def experts_in(config: Any) -> int:

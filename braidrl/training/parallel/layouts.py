@@ -210,6 +210,12 @@ class DataParallel(Ranks):
             dist.broadcast(values, group_src=self.pipeline.group.size() - 1, group=self.pipeline.group)
         return values
 
+    def sum_of_stages(self, values: Tensor) -> Tensor:
+        """Return the sum of values over the pipeline ranks, each of which has those of its layers, and zeros."""
+        if self.pipeline is not None:
+            dist.all_reduce(values, group=self.pipeline.group)
+        return values
+
     def full_tensors(
         self, named: Mapping[str, NamedTensor], materialize: Callable[[NamedTensor], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
+from braidrl.data.token_columns import ROUTED_EXPERTS
 from braidrl.training.compute.attention import (
     AttentionContext,
     Forward,
@@ -177,11 +178,13 @@ def predict_own_tokens(
     own = torch.arange(first, first + count, device=packed.input_ids.device)
     local = replace(packed.select(own), context=ShardedAttention(packed.attention(), groups))
     found = predict(local, *objective)
+    every = torch.arange(len(packed.input_ids), device=packed.input_ids.device)
+    of_name = {"scores": packed.row_ends, ROUTED_EXPERTS: every}
     for name, values in found.items():
         if name == HIDDEN:
             continue
         # Ranks have different numbers of predictions.
-        places = packed.row_ends if name == "scores" else packed.predictors
+        places = of_name.get(name, packed.predictors)
         counts = (places // count).bincount(minlength=group.size()).tolist()
         parts = [values.new_empty((max(counts), *values.shape[1:])) for _ in counts]
         if max(counts):

@@ -33,6 +33,8 @@ from braidrl.weights.shards import WeightPart, as_dtensor, local_shard, shard_of
 
 OPTIMIZER = "optimizer"
 """What the names of the files with the optimizer's state begin with."""
+BALANCE = "balance"
+"""What the name of the file with the state of a mixture's balance begins with."""
 DIGESTS = "digests.json"
 """The sizes and digests of the files that ranks have written into a role's folder."""
 GENERATION = "generation_config.json"

@@ -51,7 +51,14 @@ from braidrl.training.decoders.body import (
 )
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.images import ModelImages, images_of
-from braidrl.training.decoders.routing import Routing, number_routers, routed, use_routing
+from braidrl.training.decoders.routing import (
+    Routing,
+    experts_per_token,
+    number_routers,
+    routed,
+    routes_dtype,
+    use_routing,
+)
 from braidrl.training.loading import load_decoder, load_scorer, load_vision
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
@@ -60,7 +67,7 @@ from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import merges_adapters, settings_of
 from braidrl.training.roles import checkpoint
 from braidrl.weights.boxes import pattern_of
-from braidrl.weights.checkpoint_files import HEAD, ParameterReader, block_in, shapes_in
+from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles, block_in, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import HubNames, ModelFiles
 from braidrl.weights.shards import WeightPart, full_parts, local_shard, shapes_of, storages, weight_parts
@@ -160,13 +167,17 @@ class RoleWorker(ShardedBackend):
             return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
         return load_decoder(folder, self.dtype, on_meta=on_meta)
 
-    def routing(self, packed: Packed, is_watched: bool) -> Routing | None:
-        """Return the routing of a forward pass that replays routes or whose routers are watched, else None."""
+    def routing(self, packed: Packed, is_watched: bool, records: bool = False) -> Routing | None:
+        """Return the routing of a forward pass that replays or records routes, or whose routers are watched, else
+        None.
+        """
         routes = packed.per_token.get(ROUTED_EXPERTS)
         mesh = self.ranks.mesh["tensor"] if self.ranks.mesh is not None and self.ranks.layout.tensor > 1 else None
         kept: dict[str, Any] = {"keeps_logits": is_watched, "tokens": len(packed.input_ids), "mesh": mesh}
         if routes is None or routes.dim() != 3:
-            return Routing(**kept) if is_watched else None
+            if records:
+                use_routing(self.model)
+            return Routing(**kept) if is_watched or records else None
         use_routing(self.model)
         return Routing(routes, packed.per_token[HAS_ENTRIES], **kept)
 
@@ -178,22 +189,36 @@ class RoleWorker(ShardedBackend):
             ids = packed.input_ids[None] if packed.hidden is None else None
             return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
 
-    def pass_on(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Compute hidden states for the next pipeline rank, and with an objective what the balance of this rank's
-        routers needs.
-        """
-        routing = self.routing(packed, objective is not None and self.balance is not None)
+    def pass_on(
+        self, packed: Packed, objective: Objective | Likelihood | None = None, records: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute hidden states for the next pipeline rank, and what is asked of this rank's routers."""
+        routing = self.routing(packed, objective is not None and self.balance is not None, records)
         hidden = self.hidden_states(packed, routing)[None]
-        of_routers = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
-        return {HIDDEN: hidden, **of_routers}
+        return {HIDDEN: hidden, **self.of_routers(routing, packed, records)}
 
-    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference.
+    def of_routers(self, routing: Routing | None, packed: Packed, records: bool) -> dict[str, Tensor]:
+        """Return what the balance of this rank's routers needs of its action tokens, and if it `records` the experts
+        (N, M, k) of all tokens, zeros for the layers of other pipeline ranks.
+        """
+        found = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
+        if routing is not None and records:
+            shape = len(packed.input_ids), number_routers(self.model), experts_per_token(self.model)
+            found[ROUTED_EXPERTS] = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            if routing.chosen:
+                found[ROUTED_EXPERTS][:, sorted(routing.chosen)] = routing.recorded()
+        return found
+
+    def predict(
+        self, packed: Packed, objective: Objective | Likelihood | None = None, records: bool = False
+    ) -> dict[str, Tensor]:
+        """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference, and if it
+        `records` the experts of all tokens.
 
         A decoder gives `log_probs` and `entropy` of the A action tokens, (A,) float32 or float64 in nats at the run's
         temperature, a scalar model `values` (A,) and `scores` (B,), one per row.
         """
-        routing = self.routing(packed, objective is not None and self.balance is not None)
+        routing = self.routing(packed, objective is not None and self.balance is not None, records)
         hidden = self.hidden_states(packed, routing)
         if not self.is_scalar:
             log_probs, entropy = predicted_log_probs(
@@ -204,8 +229,7 @@ class RoleWorker(ShardedBackend):
                 with_entropy_grad=objective is not None and objective.entropy_coef != 0,
                 compiled=self.config.trainer.compile,
             )
-            of_routers = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
-            return {"log_probs": log_probs, "entropy": entropy, **of_routers}
+            return {"log_probs": log_probs, "entropy": entropy, **self.of_routers(routing, packed, records)}
         wanted = {"values": packed.predictors, "scores": packed.row_ends}
         if objective is not None:
             wanted = {name: places for name, places in wanted.items() if name in objective.loss.reads}
@@ -228,13 +252,13 @@ class RoleWorker(ShardedBackend):
             and saves_enough(rows, self.rope_lengths)
         )
 
-    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
+    def micro_batches(self, rows: Rows, whole_groups: bool = False, may_share: bool = True) -> list[MicroBatch]:
         """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all
-        ranks' number.
+        ranks' number; if they `may_share`, each shared prompt once.
         """
         # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was
         # planned for.
-        plan, shares = list[list[int]](), self.shares_prompts(rows)
+        plan, shares = list[list[int]](), may_share and self.shares_prompts(rows)
         if shares and not whole_groups:
             plan = plan_shared(rows, self.max_tokens, self.rope_lengths)
         elif len(rows):
@@ -251,27 +275,58 @@ class RoleWorker(ShardedBackend):
         filler = Packed(tokens, (1,), none, none, offsets, none)
         return found + [MicroBatch([], Rows({}), filler)] * (self.ranks.num_micro_batches(len(found)) - len(found))
 
-    @torch.no_grad()
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
+        return self._forward(name, rows, advance)[0]
+
+    def forward_with_routes(self, rows: Rows, advance: Advance | None = None) -> tuple[Ragged, Ragged]:
+        """Return `log_probs`, and the experts (layers, k) of each token of a row but its last."""
+        return self._forward("log_probs", rows, advance, records=True)
+
+    @torch.no_grad()
+    def _forward(self, name: str, rows: Rows, advance: Advance | None, records: bool = False) -> tuple[Ragged, Ragged]:
+        """Return `forward`'s values, and with `records` the experts of all tokens but each row's last, else no rows."""
         rows, own = self.ranks.gather_rows(rows)
-        batches = self.micro_batches(rows)
+        batches = self.micro_batches(rows, may_share=not records)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
         sizes = [int(each[-1]) for each in offsets]
         found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
+        routes: dict[int, Tensor] = {}
 
         def keep(number: int, predicted: dict[str, Tensor]) -> None:
             batch = batches[number]
-            if batch.numbers:
+            if not batch.numbers:
+                return
+            if ROUTED_EXPERTS in predicted:  # also those of padding
+                routes[number] = predicted[ROUTED_EXPERTS][: len(batch.packed.input_ids)]
+            if name in predicted:
                 found.split(sizes)[number].copy_(predicted[name])
-                if advance and self.ranks.is_reporting_rank:
-                    advance(len(batch.rows), len(batch.packed.input_ids))
+            if advance and self.ranks.is_reporting_rank:
+                advance(len(batch.rows), len(batch.packed.input_ids))
 
-        self.ranks.run_micro_batches(self.model, self.compute, [batch.packed for batch in batches], keep)
+        self.ranks.run_micro_batches(
+            self.model,
+            (lambda packed: self.compute(packed, None, True)) if records else self.compute,
+            [batch.packed for batch in batches],
+            keep,
+        )
+        none = Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
         if not len(rows):
-            return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
+            return none, none
         parts = self.ranks.broadcast_predictions(found).split(sizes)
-        order = torch.tensor([number for batch in batches for number in batch.numbers])
-        return Ragged.cat([Ragged(*part) for part in zip(parts, offsets, strict=True)]).take(order.argsort()[own])
+        order = torch.tensor([number for batch in batches for number in batch.numbers]).argsort()[own]
+        values = Ragged.cat([Ragged(*part) for part in zip(parts, offsets, strict=True)]).take(order)
+        if not records:
+            return values, none
+        dtype = routes_dtype(self.model)
+        of_batches = [
+            Ragged(self.ranks.sum_of_stages(routes[number]).to("cpu", dtype), batch.rows["tokens"].offsets)
+            for number, batch in enumerate(batches)
+            if batch.numbers
+        ]
+        every = Ragged.cat(of_batches).take(order)
+        is_last = torch.zeros(len(every.values), dtype=torch.bool)
+        is_last[every.offsets[1:] - 1] = True
+        return values, every.where(~is_last)
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
@@ -390,6 +445,8 @@ class RoleWorker(ShardedBackend):
             sets[f"{lora.ADAPTER}/{Path(ADAPTER_WEIGHTS).stem}"] = dict(self.weights(adapters_alone=True))
         if self.optimizer is not None:
             sets[checkpoint.OPTIMIZER] = checkpoint.state_parts(self.optimizer)
+        if self.balance is not None and (kept := self.balance.state()):
+            sets[checkpoint.BALANCE] = full_parts(kept.items())
         found = next(filter(None, (checkpoint.not_finite(parts or weights) for parts in sets.values())), "")
         if first := next(filter(None, ranks.all_gather("infinite or NaN weights", found)), ""):
             raise UserError(
@@ -494,7 +551,7 @@ class RoleWorker(ShardedBackend):
         for name, parameter in kept.items():
             local_shard(parameter).copy_(block_in(saved, name, parameter))
         if self.balance is not None:
-            self.balance.load(ModelFiles(folder, self.model))
+            self.balance.load(ModelFiles(folder, self.model), WeightFiles(folder, checkpoint.BALANCE))
         if self.optimizer is not None:
             self.optimizer.load_state(state)
             if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):

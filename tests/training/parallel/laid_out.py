@@ -124,6 +124,9 @@ def one_step(
         rows, objective = with_routes(rows, worker.model), replace(objective, replays=True)
     own, sums = rows.take(mine), Sums() if sums is None else sums
     found = {"log_probs": worker.forward("log_probs", own).values}
+    if replays:
+        _, routes = worker.forward_with_routes(own.without([ROUTED_EXPERTS]))
+        found["routes"] = routes.values.flatten().double()
     half = len(own) // 2
     for part in (own.take(list(range(half))), own.take(list(range(half, len(own))))):
         worker.forward_backward(objective, part, sums)
@@ -157,6 +160,9 @@ def differences(
     """
     wanted = dict(wanted)
     wanted["log_probs"] = Ragged.from_lengths(wanted["log_probs"], make_rows()["action_tokens"]).take(mine).values
+    if "routes" in wanted:
+        routes = wanted["routes"].view(int((make_rows()["length"] - 1).sum()), -1)
+        wanted["routes"] = Ragged.from_lengths(routes, make_rows()["length"] - 1).take(mine).values.flatten()
     limit, left_out = (limit, ()) if dtype == "float64" else (1e-4, ("weight",))
     # A pipeline stage has the gradients of its own layers; weights are compared as a whole.
     assert found.keys() <= wanted.keys()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from braidrl.cluster.ranks import run_ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
 from braidrl.training.loading import load_decoder
 from braidrl.training.parallel.experts import check_experts, experts_of
-from tests.tiny import MIXTURE, TOKENIZER
+from tests.invariants.traces import EVERY_STEP, merged, weights
+from tests.tiny import MIXTURE, TOKENIZER, Workshop, braid, metrics_agree, sums, wait_for_steps, write_jsonl
 
 WAIT_S = 200.0
 EXPERT: dict[str, Any] = {"expert": 2}
@@ -100,3 +104,29 @@ def test_an_expert_axis_that_does_not_fit_the_model_is_refused_in_one_line(
         with pytest.raises(UserError, match=message) as caught:
             check_experts(experts, 4)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.soak
+def test_a_killed_run_goes_on_the_same_with_four_ranks_of_experts_and_then_without(
+    mixture: str, tmp_path: Path
+) -> None:
+    shop = Workshop(tmp_path, Path(mixture), write_jsonl(tmp_path / "train.jsonl", sums(64)))
+    sections = merged(
+        EVERY_STEP, {"flow": "grpo", "trainer": {"steps": 6, "keep_checkpoints": 9, "balance": {"z": 0.1}}}
+    )
+    whole, killed = shop.run("whole", **sections), tmp_path / "killed"
+    given: list[Any] = [shop.config_file("killed", **sections), "runtime=distributed"]
+    for steps, ranks in ((1, 2), (3, 4)):
+        process = braid("train", *given, f"workers={ranks}", f"trainer.layout.expert={ranks}")
+        wait_for_steps(killed, steps, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        given = ["--resume", killed]
+    assert steps <= len(read_metrics(killed)) < 6
+    process = braid("train", *given, "runtime=eager", "workers=1", "trainer.layout.expert=1")
+    _, said = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert metrics_agree(killed, whole)
+    ours, theirs = (weights(run / "checkpoints" / "step-6") for run in (killed, whole))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-7)
