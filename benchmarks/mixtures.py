@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case
 from benchmarks.comparison import Comparison
 from benchmarks.duel import Side
-from benchmarks.shapes import MODELS, equal_lengths, family_folder, prompts, write_prompts
+from benchmarks.shapes import MODELS, equal_lengths, family_folder, long_tail, prompts, write_prompts
 from benchmarks.speed import GROUP, PROMPT
 
 LAYERS: dict[str, dict[str, int]] = {
@@ -18,20 +19,26 @@ LAYERS: dict[str, dict[str, int]] = {
 
 
 def moe() -> list[Case]:
-    """Return the cases: a GRPO step of 64 rows, and forward and backward passes of one layer."""
+    """Return the cases: GRPO steps of 64 rows, and forward and backward passes of one layer."""
     data = MODELS / "prompts-128.jsonl"
     write_prompts(data, prompts(64, PROMPT, 128))
+    steps = {"128 tokens each": equal_lengths(64, 128), "up to 128 tokens": long_tail(64, 32, 4)}
+    return [*(step_case(f"64 rows, {name}", data, steps[name]) for name in steps), *map(layer_case, LAYERS)]
+
+
+def step_case(name: str, data: Path, lengths: list[int]) -> Comparison:
+    """Return the case of a GRPO step with these lengths."""
     case = {
         "model": str(family_folder("qwen3_moe", 128)),
-        "lengths": equal_lengths(64, 128),
+        "lengths": lengths,
         "group": GROUP,
         "data": str(data),
         "prompt_tokens": PROMPT,
         "dtype": "float32",
     }
     sides = [Side(name, f"grpo_{name}", case) for name in ("braid", "trl")]
-    title = "GRPO step, mixture of 8 experts with 2 active, 4 layers x 256, 64 rows of 128 tokens"
-    return [Comparison(title, sides, goals=[("braid", "trl", 2.0)]), *map(layer_case, LAYERS)]
+    title = f"GRPO step, mixture of 8 experts with 2 active, 4 layers x 256, {name}"
+    return Comparison(title, sides, goals=[("braid", "trl", 2.0)])
 
 
 def layer_case(name: str) -> Comparison:

@@ -18,6 +18,8 @@ NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
 SILU = {"SiLUActivation", "SiLU"}
 GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
 ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
+MIXTURES = {"Qwen3Moe": "Qwen3", "Qwen2Moe": "Qwen2", "Mixtral": "Llama"}
+"""Families of mixtures whose norms, gates and attention compute what those of a dense family do."""
 DTYPES = (torch.float32, torch.bfloat16)
 PARTS = 16
 """Partial sums of a norm weight's gradient; fixed, so that results do not depend on the number of threads."""
@@ -37,13 +39,19 @@ def compile_layers(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         kind: Any = type(module)
-        name = kind.__name__
+        name = dense_name(kind.__name__)
         if name in NORMS:
             module.__class__ = derived(kind, norm_of)
         elif name in GATES and type(module.act_fn).__name__ in SILU:
             module.__class__ = derived(kind, gate_of)
         elif name in ATTENTIONS:
             setattr(module, COMPILED, True)
+
+
+def dense_name(name: str) -> str:
+    """Return the name of the dense family's class that computes the same, or the name itself."""
+    found = next((family for family in MIXTURES if name.startswith(family)), None)
+    return name if found is None else MIXTURES[found] + name.removeprefix(found)
 
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from braidrl.training.compute.attention import ATTENTION, PackedSequences, Scores, attend_equal
@@ -34,15 +35,22 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "mistral-window": MistralConfig(**SIZES, sliding_window=4),
 }
+MIXTURE = Qwen3MoeConfig(
+    **SIZES, head_dim=16, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1]
+)
+"""Each token has all experts, so that rounding chooses no others; routers compute in float32."""
 LENGTHS = [5, 3, 9, 5, 1, 3]
 
 
 def models(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return models with equal weights, one with Braid's attention and one with transformers'."""
+    """Return models of CONFIGS, or mixtures, with equal weights: with Braid's attention and with transformers'."""
     torch.manual_seed(0)
-    torch.manual_seed(0)
-    ours = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation=ATTENTION)
-    theirs = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation="sdpa")
+    ours = AutoModelForCausalLM.from_config(
+        deepcopy(CONFIGS.get(name, MIXTURE)), dtype=dtype, attn_implementation=ATTENTION
+    )
+    theirs = AutoModelForCausalLM.from_config(
+        deepcopy(CONFIGS.get(name, MIXTURE)), dtype=dtype, attn_implementation="sdpa"
+    )
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 

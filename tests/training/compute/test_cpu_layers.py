@@ -10,15 +10,15 @@ from braidrl.native import linear
 from braidrl.native.linear import ProductLinear, add_weight_gradient, product, use_fast_products, weight_gradient
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.compute.cpu_layers import _Gate, _Norm, compile_layers, norm_of
-from tests.training.compute.test_attention import CONFIGS, LENGTHS, models
+from tests.training.compute.test_attention import CONFIGS, LENGTHS, SIZES, models
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "qwen3-moe"])
 def test_compiled_layers_match_plain_outputs_and_gradients(name: str, dtype: torch.dtype) -> None:
-    tokens, sequences = torch.randint(0, CONFIGS[name].vocab_size, (1, sum(LENGTHS))), PackedSequences.of(LENGTHS)
+    tokens, sequences = torch.randint(0, SIZES["vocab_size"], (1, sum(LENGTHS))), PackedSequences.of(LENGTHS)
     found = []
     for wanted in (False, True):
         model = models(name, dtype)[0]
