@@ -151,7 +151,7 @@ class StageExecutor:
                     return dict(zip(stage.writes, both, strict=True)) if len(rows) else {}
                 found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
                 balance = self.config.trainer.balance
-                if balance is not None and balance.routing_gap and ROUTED_EXPERTS in read:
+                if balance is not None and balance.routing_gap and stage.params.get("replay") == "inference":
                     free = worker.forward("log_probs", read.without([ROUTED_EXPERTS]))
                     gaps = (found.values - free.values).abs()
                     sums.add_per_token(role, {"routing_log_prob_gap": gaps} if len(rows) else {})
