@@ -132,7 +132,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             saved = self._saved(newest_whole) if resume and not self.world.is_waiting else None
             if self.regrouping.has_replicas or not self.world.is_waiting:
                 self._start_controller()
-            resources.callback(lambda: self.backend and self.backend.close())
+            resources.callback(self._close)
             if saved:
                 self._restore(*saved)
                 if self.step >= config.trainer.steps > 0:
@@ -148,6 +148,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _start_controller(self) -> None:
         self.controller = start_controller(self.prepared, self.progress, self.folder, self.world, self.interrupts)
         self.backend = self.controller.backend
+
+    def _close(self) -> None:
+        """End what the backend has started; after a failure between two backends, the verifiers."""
+        if self.backend is not None:
+            self.backend.close()
+        elif self.prepared.running is not None:
+            self.prepared.running.close()
 
     def _saved(self, newest_whole: bool) -> tuple[Path, RunState] | None:
         """Return the checkpoint from which the run resumes, and its state, if there is one.
@@ -363,6 +370,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         with suppress(UserError, WorkerError, RuntimeError):
             self.checkpoints.wait()
         if self.backend is not None:
+            rewards = rank_backend(self.backend).executor.generation.release_rewards()
+            self.prepared = replace(self.prepared, running=rewards)
             self.backend.close()
         for each in causes(error):
             clear_frames(each.__traceback__)

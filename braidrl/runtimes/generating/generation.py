@@ -53,7 +53,7 @@ from braidrl.flow.signatures import columns_of, namespaces_of
 from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
-from braidrl.rewards.verify import LEFT_OUT, decoded
+from braidrl.rewards.verify import LEFT_OUT, RuleRewards, decoded
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyStop, early_verify_stages
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
@@ -380,6 +380,11 @@ class Generation:
             start = time.perf_counter()
             self.moves.note(role, publisher.publish(version))
             self.moves.sums.add(f"weights/{role}/update_seconds", time.perf_counter() - start)
+
+    def release_rewards(self) -> RuleRewards | None:
+        """Return the verifiers, whose processes then outlive these engines."""
+        rewards, self.checks.rewards = self.checks.rewards, None
+        return rewards
 
     def close(self) -> None:
         # The event loop is the first one's.

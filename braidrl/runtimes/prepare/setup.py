@@ -71,6 +71,8 @@ class Prepared:
     sources: list[LoadedSource] = field(default_factory=list)
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
+    running: RuleRewards | None = None
+    """Verifiers whose processes run already."""
 
     @cached_property
     def vision(self) -> Vision | None:
@@ -93,6 +95,8 @@ class Prepared:
         """Return the run's verifiers, whose processes start at the first check; None without `verify` stages."""
         if not any(stage.type == "verify" for stage in self.deployment.stages):
             return None
+        if self.running is not None:
+            return self.running
         config = self.config
         # Evaluation sets are numbered after the sources.
         sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
