@@ -41,6 +41,8 @@ from braidrl.weights.model_files import ModelFiles, auto_class
 
 EXACT = 1e-5
 """The same bits at another address may be multiplied in another order."""
+NOISE = 1e-4
+"""Gradients below are rounding, of which Adam would make whole steps in either direction."""
 ROUNDING = 3.0
 """In bfloat16, packed rows may differ from float32 by this many times the difference of transformers' own rows."""
 Measure = Callable[[proof.Twin, ForwardPlan], tuple[float, float]]
@@ -202,7 +204,7 @@ def resumed(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         optimizer.step()
 
     through, first = twin.model(plan), twin.model(plan)
-    twice, once = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (through, first))
+    twice, once = (torch.optim.AdamW(model.parameters(), lr=1e-3, eps=NOISE) for model in (through, first))
     step(through, twice)
     step(through, twice)
     step(first, once)
@@ -212,7 +214,7 @@ def resumed(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
             folder, attn_implementation=plan.attention, dtype=torch.float32
         )
     use_plan(second.to(twin.device), plan)
-    again = torch.optim.AdamW(second.parameters(), lr=1e-3)
+    again = torch.optim.AdamW(second.parameters(), lr=1e-3, eps=NOISE)
     again.load_state_dict(once.state_dict())
     step(second, again)
     return proof.distance([p.detach() for p in second.parameters()], [p.detach() for p in through.parameters()]), EXACT

@@ -197,6 +197,11 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
     except Exception as error:  # any type: the library computes with unchecked values of the file
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     with_one_type(model, dtype)
+    # A class may draw a parameter by a function that knows no device: it is read like the others.
+    for part in model.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                setattr(part, name, torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad))
     whole = rebuild_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -427,8 +432,9 @@ def read_model_config(path: str | Path) -> Any:
             several = value if isinstance(value, list) and name not in NEEDED else [value]
             if not several or not all(type(each) is int and 1 <= each <= most for each in several):
                 raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a whole number from 1 to {most}")
-        heads, per_group = about.get("num_attention_heads") or 1, about.get("num_key_value_heads") or 1
-        if isinstance(per_group, int) and heads % per_group:
+        # A type may have its heads under a name of its own, as Dbrx and GPT-2 have.
+        heads, per_group = about.get("num_attention_heads"), about.get("num_key_value_heads")
+        if heads and isinstance(per_group, int) and heads % per_group:
             raise UserError(
                 f"model: {path}: num_key_value_heads {per_group} does not divide num_attention_heads {heads}"
             )
@@ -441,7 +447,7 @@ def read_model_config(path: str | Path) -> Any:
         names = about.get("architectures") or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UserError(f"model: {path}: architectures is {shown(names)}; it must be a list of names")
-        if not about.get("head_dim") and about.get("hidden_size", heads) % heads:
+        if heads and not about.get("head_dim") and about.get("hidden_size", heads) % heads:
             raise UserError(
                 f"model: {path}: num_attention_heads {heads} does not divide hidden_size {about['hidden_size']}"
             )
