@@ -89,8 +89,15 @@ PARTLY = {
 SECTIONS = {
     "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 }
+COMPASS = {"full_attention": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [22, 22, 20]}}
 REAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), SECTIONS),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"), SECTIONS),
+    "hunyuan_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 16, 16, 16]}},
+    "step3p7": {"text_config": {"sliding_window": 512}},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "gemma4_unified": {"vision_config": {"model_type": "gemma4_unified_vision"}},
+    "exaone4_5": {"text_config": {"model_type": "exaone4"}},
+    "cohere_compass": {"text_config": {"rope_parameters": COMPASS}},
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe", "glm_ocr"), PARTLY),
     "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
@@ -98,11 +105,7 @@ REAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2},
     "gemma4_text": {"num_kv_shared_layers": 10},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 8},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [22, 22, 20]}
-        }
-    },
+    "cohere_compass_text": {"rope_parameters": COMPASS},
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500_000}},
     "musicgen": SOUND | {"decoder": {"model_type": "musicgen_decoder"}},
     "musicgen_melody": SOUND | {"decoder": {"model_type": "musicgen_melody_decoder"}},
@@ -115,6 +118,8 @@ REAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 """Settings of the hub's models that a type's defaults lack."""
+PROCESSORS = {"fast_vlm": "LlavaProcessor", "glm_ocr": "Glm46VProcessor"}
+"""Classes of processors that the hub's folders name, for types for which transformers names none."""
 NOT_NEUTRAL = ("_multiplier", "logits_scaling")
 PREAMBLE = """# Models
 
@@ -155,8 +160,8 @@ SEEING = """
 The image-text types of transformers {version} whose rows with images are trained and decoded right: {right} of {total},
 measured by `make models ONLY=--seeing`. On the tiny twin random embeddings stand for encoded images. Packed rows with
 several images, and rows decoded behind such a prompt, are compared with each row alone by transformers' own forward
-(log-probs to {bound:.0e}). A type whose images see each other in both directions, such as Gemma 3, is refused, and
-trains as text. See [models that see](vision.md).
+(log-probs to {bound:.0e}). Where the tokens of an image see each other in both directions, as in Gemma 3, packed rows do
+the same. A type that does not see trains as text. See [models that see](vision.md).
 
 | type | sees | what was found |
 |---|---|---|
@@ -299,15 +304,16 @@ def sight_of(name: str) -> tuple[bool, str]:
             config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]]
             twin = Twin(config)
             if name not in FAMILIES:
-                written_by(twin.config)
+                written_by(twin.config, PROCESSORS.get(name))
             plan, _ = best_plan(twin)
-            finding = seeing_finding(twin, plan)
+            finding, mutual = seeing_finding(twin, plan)
     except Refusal as refusal:
         return False, f"| {name} | no | {cell(str(refusal))} |"
     except FAILURES as error:
         return False, f"| {name} | no | {cell(first_line(error))} |"
     if finding.holds:
-        return True, f"| {name} | yes | {plan}; differs by {finding.value:.0e} |"
+        how = ", images see each other" if mutual else ""
+        return True, f"| {name} | yes | {plan}{how}; differs by {finding.value:.0e} |"
     return False, f"| {name} | no | {cell(finding.note or f'log-probs differ by {finding.value:.1g}')} |"
 
 

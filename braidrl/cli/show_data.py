@@ -4,11 +4,13 @@ configuration ──with_data──▶ sources ──▶ a table of lengths, a p
 """
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from braidrl.config import Config
 from braidrl.data.prompts import RESPONSES
@@ -23,6 +25,8 @@ PERCENTILES = (0, 25, 50, 75, 90, 99, 100)
 BARS = " ▁▂▃▄▅▆▇█"
 BINS = 40
 SAMPLES = 5
+THUMBNAIL = 32
+"""Greatest width and height of an image in the terminal, in characters of a line and in half lines."""
 
 
 def show_data(config: Config, console: Console | None = None) -> None:
@@ -80,5 +84,22 @@ def show_data(config: Config, console: Console | None = None) -> None:
                 assert vision is not None
                 height, width = vision.store.size(span.name)
                 write(f"── image: {width} x {height} pixels, {span.tokens} tokens, {vision.store.path(span.name)}")
+                if console.color_system:
+                    write(thumbnail(vision.store.open(span.name)))
             if example.answer is not None:
                 write(f"── answer: {example.answer}")
+
+
+def thumbnail(image: Any) -> Text:
+    """Return a small picture of an image for a terminal with colors: each character is two pixels, one above the
+    other.
+    """
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    width, height = image.size
+    pixels, picture = image.load(), Text()
+    for top in range(0, height - height % 2, 2):
+        for left in range(width):
+            upper, lower = ("#{:02x}{:02x}{:02x}".format(*pixels[left, row]) for row in (top, top + 1))
+            picture.append("▀", f"{upper} on {lower}")
+        picture.append("\n")
+    return picture

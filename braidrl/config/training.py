@@ -97,6 +97,10 @@ class LoraConfig(Section):
     """Linear layers with an adapter, by the last part of their name, by default all in the decoder's layers; and
     stacked matrices of experts, by the last two, as `experts.gate_up_proj` and `experts.down_proj`.
     """
+    vision_targets: tuple[str, ...] = ()
+    """Linear layers of the vision tower with an adapter too, likewise, as in `[qkv, proj]`; by default the tower is
+    frozen.
+    """
     base_dtype: Literal["nf4"] | None = None
     """`nf4` keeps the base weights in 4 bits (QLoRA, needs bitsandbytes), also for engines in the same process; by
     default as the model.
@@ -115,6 +119,8 @@ class LoraConfig(Section):
     def _of_adapter(cls, given: Any) -> Any:
         if not isinstance(given, dict) or not given.get("adapter"):
             return given
+        if given.get("vision_targets"):
+            raise ValueError("adapter starts from adapters of the text part alone; remove vision_targets")
         found = read_adapter(Path(given["adapter"]))
         for key, value in found.items():
             own = given.get(key, value)
@@ -154,6 +160,8 @@ class TrainerConfig(Section):
     """Learning rate after warm-up."""
     train_vision: bool = False
     """Train the vision tower of a model that sees too; by default it is frozen, and its encoded images are kept."""
+    vision_learning_rate: float | None = Field(None, gt=0, le=MOST_LEARNING_RATE)
+    """Learning rate of the vision tower after warm-up, with `train_vision`; by default that of the text part."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after warm-up, over `steps`."""
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
@@ -232,6 +240,12 @@ class TrainerConfig(Section):
     """
     max_staleness: int = Field(0, ge=0, le=MOST_ROWS)
     """Maximum number of versions by which a row may lag behind the weights that it trains (streaming)."""
+
+    @model_validator(mode="after")
+    def _rate_of_vision(self) -> "TrainerConfig":
+        if self.vision_learning_rate is not None and not (self.train_vision and self.learning_rate):
+            raise ValueError("vision_learning_rate needs train_vision=true and a learning_rate above 0")
+        return self
 
 
 class EvaluationConfig(Section):

@@ -85,6 +85,8 @@ class Vision:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the image processor that the family's processor passes."""
     skips_broken: bool = False
+    mutual: bool = False
+    """Whether the tokens of an image see each other in both directions in the text part, as in Gemma 3."""
     described: str = ""
     """Everything that affects tokens and pixels, as text."""
     _expansions: dict[str, list[int]] = field(default_factory=dict)

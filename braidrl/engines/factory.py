@@ -267,7 +267,7 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
         reproducible=rollout.is_reproducible,
         adapts_rows=rollout.slots == "auto",
         images=config.data.images.model_dump(mode="json") if load_vision(path, config.data.images) else None,
-        train_vision=config.trainer.train_vision,
+        train_vision=own.trains_vision,
     )
 
 

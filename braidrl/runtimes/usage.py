@@ -126,7 +126,7 @@ class DeviceUsage:
         if role not in self._sizes:
             own = settings_of(role, self.config)
             shape = model_shape(own.model.expanduser(), own.dtype, scalar)
-            self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters, scalar, shape.idle)
+            self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters - shape.tower, scalar, shape.idle)
         return self._sizes[role]
 
     def speculated(self, stage: Stage, counts: Speculated | None, sums: Sums) -> None:

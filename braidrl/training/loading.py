@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import lru_cache
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +16,9 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 from transformers.processing_utils import ProcessorMixin
+from transformers.utils.import_utils import DummyObject
 
 from braidrl.config import ImagesConfig
 from braidrl.data.chat import check_template
@@ -25,10 +28,10 @@ from braidrl.errors import UserError, located, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json
 from braidrl.training.decoders.body import ForwardPlan, disable_dropout, use_plan
-from braidrl.training.decoders.image_proof import blindness
+from braidrl.training.decoders.image_proof import sight
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
-from braidrl.weights.model_files import ModelFiles, auto_class
+from braidrl.weights.model_files import ModelFiles, auto_class, scorer_class
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -62,7 +65,7 @@ def load_decoder(
     With `on_meta`, parameters stay on the meta device for `ParameterReader`, if the model can be built without weights.
     Raises UserError if the folder is missing or incomplete, or its model is not supported.
     """
-    model, _ = _load(None, path, dtype, on_meta)
+    model, _ = _load(auto_class, path, dtype, on_meta)
     return model if next(model.parameters()).is_meta else model.to(device)
 
 
@@ -76,7 +79,7 @@ def load_scorer(
     missing head raises UserError.
     """
     check_scorer(path, fresh_head)
-    model, has_head = _load(transformers.AutoModelForSequenceClassification, path, dtype, on_meta, optional=HEAD)
+    model, has_head = _load(scorer_class, path, dtype, on_meta, optional=HEAD)
     if not hasattr(model, "score"):
         raise UserError(
             f"model: {type(model).__name__} in {path} has no linear `score` head, so it cannot be a critic or reward "
@@ -122,17 +125,17 @@ def check_model(path: str | Path) -> None:
 
 
 def _load(
-    auto: Any, path: str | Path, dtype: torch.dtype, on_meta: bool, optional: str = ""
+    class_of: Callable[[Any], Any], path: str | Path, dtype: torch.dtype, on_meta: bool, optional: str = ""
 ) -> tuple[transformers.PreTrainedModel, bool]:
-    """Return the model, prepared for its plan, and whether the files hold its `optional` weight; without `auto`, the
-    decoder with all of its parts.
+    """Return the model, prepared for its plan, and whether the files hold its `optional` weight; `class_of` finds the
+    class of a configuration.
 
     Raises UserError if others are missing.
     """
     folder = _model_folder(path, with_weights=True)
     config = read_model_config(folder)
     plan, quantised = proven_plan(config, folder), without_quantisation(config, folder)
-    auto = auto or auto_class(config)
+    auto = class_of(config)
     if optional == HEAD:
         config.num_labels = 1
     model: Any = None
@@ -306,8 +309,9 @@ def _vision(path: Path, images: ImagesConfig) -> Vision | str:
         return f"{config.model_type} has no vision tower"
     if importlib.util.find_spec("PIL") is None:
         return "Pillow is not installed; run `pip install pillow`"
-    if reason := blindness(config):
-        return f"{config.model_type} is not proven to see rightly: {reason}"
+    seeing = sight(config)
+    if seeing.refused:
+        return f"{config.model_type} is not proven to see rightly: {seeing.refused}"
     family, tokenizer = FAMILIES.get(config.model_type, WRITTEN), load_tokenizer(folder)
     token, joined, options = config.image_token_id, None, dict[str, Any]()
     text = tokenizer.convert_ids_to_tokens(token)
@@ -344,23 +348,57 @@ def _vision(path: Path, images: ImagesConfig) -> Vision | str:
         joined,
         options,
         skips_broken=images.broken == "skip",
+        mutual=seeing.mutual,
         described=f"{processor.to_json_string()} {token} {text} {config.model_type} {config.vision_config}",
     )
 
 
-def written_by(config: Any) -> Any:
-    """Return the class of a type's processor. Raises TypeError if it writes no text for images."""
-    kind = PROCESSOR_MAPPING[type(config)]
+def written_by(config: Any, named: str | None = None) -> Any:
+    """Return the class of a type's processor, or the one that its folder has `named`.
+
+    Raises TypeError if it writes no text for images.
+    """
+    kind: Any = PROCESSOR_MAPPING.get(type(config), None)
+    if kind is None:
+        kind = processor_class_from_name(named) if named else None
+    if kind is None:
+        raise TypeError(f"transformers has no processor of {config.model_type}, and the folder names none")
+    if isinstance(kind, DummyObject):
+        kind = getattr(imported_on_pillow(kind.__module__), kind.__name__)
     if not hasattr(kind, "replace_image_token") or kind.replace_image_token is ProcessorMixin.replace_image_token:
         raise TypeError(f"{kind.__name__} writes no text for an image")
     return kind
+
+
+def imported_on_pillow(module: str) -> Any:
+    """Import a processor's module that needs no more than functions of its image processor, which torchvision's form
+    and Pillow's both have.
+    """
+    package, _, family = module.rpartition(".")
+    name = family.removeprefix("processing_")
+    torchvisions, pillows = f"{package}.image_processing_{name}", f"{package}.image_processing_pil_{name}"
+    if torchvisions in sys.modules or importlib.util.find_spec(pillows) is None:
+        return import_module(module)
+    sys.modules[torchvisions] = import_module(pillows)
+    try:
+        return import_module(module)
+    finally:
+        del sys.modules[torchvisions]
+
+
+def named_processor(folder: Path) -> str | None:
+    """Return the name of the processor's class in a model's folder."""
+    for file in (*IMAGE_PROCESSORS[::-1], "tokenizer_config.json"):
+        if (folder / file).is_file() and isinstance(name := read_object(folder / file).get("processor_class"), str):
+            return name
+    return None
 
 
 def text_processor(folder: Path, config: Any, image_processor: Any, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
     """Return the processor of a model's family, without one for videos, which would need torchvision; and what it
     passes to the image processor.
     """
-    kind = written_by(config)
+    kind = written_by(config, named_processor(folder))
     settings, _ = kind.get_processor_dict(folder, local_files_only=True)
     accepted = signature(kind.__init__).parameters.keys() - {"self", "image_processor", "tokenizer", "chat_template"}
     given = {name: value for name, value in settings.items() if name in accepted and not isinstance(value, dict)}

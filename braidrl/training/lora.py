@@ -20,7 +20,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, first_line, suggest
 from braidrl.training.compute.experts import DOWN, SCALING, UP
-from braidrl.training.decoders.body import decoder_of
+from braidrl.training.decoders.body import base_of, decoder_of, modules_beside_text
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD, shapes_in
 from braidrl.weights.shards import WeightPart, box_of, full_tensor, local_shard, weight_parts
@@ -67,9 +67,9 @@ def import_optional(package: str, key: str, extra: str) -> Any:
 
 
 def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
-    """Add adapters to a decoder's layers, the same for a seed; outputs do not change yet.
+    """Add adapters to a decoder's layers and to a vision tower, the same for a seed; outputs do not change yet.
 
-    Raises UserError for a target that it lacks.
+    Raises UserError for a target that they lack.
     """
     peft = import_optional("peft", "lora", "lora")
     decoder = decoder_of(model)
@@ -89,18 +89,37 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if lora.linear_targets:
-                peft.inject_adapter_in_model(peft_config(lora, of_experts=False), decoder, NAME)
+                peft.inject_adapter_in_model(
+                    peft_config(lora, of_experts=False, targets=lora.linear_targets), decoder, NAME
+                )
             # In the modules' order, in which peft nests their adapters.
             for module, name in (
                 place for target, places in stacks.items() if target in lora.targets for place in places
             ):
                 add_to_stack(module, name, lora)
+            add_to_tower(model, lora)
     finally:
         decoder.config.model_type = known
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)
         parameter.requires_grad_(is_adapter(name))
+
+
+def add_to_tower(model: Any, lora: LoraConfig) -> None:
+    """Add adapters to linear layers beside a model's text part. Raises UserError for a target that it lacks."""
+    parts = [getattr(base_of(model), name) for name in modules_beside_text(model)]
+    linear = [{n.rpartition(".")[2] for n, m in part.named_modules() if isinstance(m, nn.Linear)} for part in parts]
+    known = set[str]().union(*linear)
+    if lacking := [target for target in lora.vision_targets if target not in known]:
+        raise UserError(
+            f"lora.vision_targets: {type(model).__name__} has no linear layer {lacking[0]!r} in its vision tower. "
+            f"{suggest(lacking[0], known)}"
+        )
+    for part, names in zip(parts, linear, strict=True):
+        if targets := [target for target in lora.vision_targets if target in names]:
+            config = peft_config(lora, of_experts=False, targets=targets)
+            import_optional("peft", "lora", "lora").inject_adapter_in_model(config, part, NAME)
 
 
 def stacks_of(model: nn.Module) -> dict[str, list[tuple[Any, str]]]:
@@ -152,15 +171,23 @@ def start_from(model: nn.Module, path: Path) -> None:
             parameter.copy_(saved[name])
 
 
-def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False, of_experts: bool = True) -> Any:
-    """Return peft's configuration, without `of_experts` that of linear layers alone; with `head`, the scalar head is
-    trained in full.
+def peft_config(
+    lora: LoraConfig,
+    model: Path | None = None,
+    head: bool = False,
+    of_experts: bool = True,
+    targets: Sequence[str] | None = None,
+) -> Any:
+    """Return peft's configuration, of all linear layers or of these targets, without `of_experts` of no others; with
+    `head`, the scalar head is trained in full.
     """
     return import_optional("peft", "lora", "lora").LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=list(lora.linear_targets),
+        target_modules=list(
+            dict.fromkeys((*lora.linear_targets, *lora.vision_targets)) if targets is None else targets
+        ),
         target_parameters=list(lora.expert_targets) or None if of_experts else None,
         bias="none",
         base_model_name_or_path=str(model) if model else None,

@@ -115,9 +115,18 @@ def check_optimizer(config: TrainerConfig) -> None:
         raise UserError(f"trainer.optimizer={config.optimizer}: {' '.join(str(error).split())}") from error
 
 
-def make_optimizer(parameters: NamedParameters, config: TrainerConfig, lr: float) -> torch.optim.Optimizer:
-    """Return the configured optimizer of these parameters."""
-    made: torch.optim.Optimizer = OPTIMIZERS.find(config.optimizer)(parameters, lr=lr, **optimizer_settings(config))
+def make_optimizer(
+    parameters: NamedParameters, config: TrainerConfig, lr: float, rates: Mapping[str, float] | None = None
+) -> torch.optim.Optimizer:
+    """Return the configured optimizer of these parameters; `rates` are the learning rates of those with another one."""
+    by_rate: dict[float, list[tuple[str, Tensor]]] = {}
+    for name, parameter in parameters:
+        by_rate.setdefault((rates or {}).get(name, lr), []).append((name, parameter))
+    kind, settings = OPTIMIZERS.find(config.optimizer), optimizer_settings(config)
+    made: torch.optim.Optimizer
+    made, *others = [kind(some, lr=rate, **settings) for rate, some in (by_rate or {lr: []}).items()]
+    for group in (group for other in others for group in other.param_groups):
+        made.add_param_group(group)
     return made
 
 
@@ -194,10 +203,12 @@ class MasterOptimizer:
         peak: float,
         ranks: DataParallel | None = None,
         numbers: Sequence[int] | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         """Create the optimizer of a model's parameters by name; frozen ones are left out.
 
-        `numbers` are the parameters' indices in the full model, for a rank that holds only some.
+        `numbers` are the parameters' indices in the full model, for a rank that holds only some; `rates` the learning
+        rates of those that have another one than `peak`.
         """
         self.ranks = ranks or DataParallel()
         numbered = zip(numbers or range(len(parameters)), parameters.items(), strict=True)
@@ -209,7 +220,7 @@ class MasterOptimizer:
         parts = [local_shard(p) for p in self.parameters]
         self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
         named = list(zip(self.names, map(as_dtensor, self.masters, self.parameters), strict=True))
-        self.optimizer = make_optimizer(named, config, peak)
+        self.optimizer = make_optimizer(named, config, peak, rates)
         self.updated = trained_tensors(self.optimizer, self.names, config)
         """The tensors that the optimizer updates, in the memory of the masters."""
         self.shares = [group["lr"] / peak if peak else 1.0 for group in self.optimizer.param_groups]

@@ -41,6 +41,8 @@ class RoleSettings:
     layout: ParallelLayout
     inference_layout: ParallelLayout | None
     lora: LoraConfig | None
+    trains_vision: bool
+    """Whether training changes the vision tower: itself or by adapters."""
 
     @property
     def dtype_name(self) -> str:
@@ -64,6 +66,7 @@ class RoleSettings:
 def settings_of(role: str, config: Config) -> RoleSettings:
     own, trainer = config.roles.get(role) or RoleConfig(), config.trainer
     rate, checkpointing = own.learning_rate, own.activation_checkpointing
+    lora = own.lora or trainer.lora
     return RoleSettings(
         role=role,
         own=frozenset(name for name in RoleConfig.model_fields if getattr(own, name) is not None),
@@ -76,7 +79,8 @@ def settings_of(role: str, config: Config) -> RoleSettings:
         activation_checkpointing=trainer.activation_checkpointing if checkpointing is None else checkpointing,
         layout=own.layout or trainer.layout,
         inference_layout=own.inference_layout or trainer.inference_layout,
-        lora=own.lora or trainer.lora,
+        lora=lora,
+        trains_vision=trainer.train_vision or bool(lora and lora.vision_targets),
     )
 
 

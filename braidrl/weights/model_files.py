@@ -18,10 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import WeightFiles
@@ -256,6 +264,23 @@ def auto_class(config: Any) -> Any:
             if not is_text or named & {each.__name__ for each in classes}:
                 return auto
     return AutoModelForCausalLM
+
+
+def scorer_class(config: Any) -> Any:
+    """Return the class of transformers that loads a configuration with a scalar head.
+
+    Most types that see have none there: theirs is made of the parts with which transformers makes the others.
+    """
+    auto, kind = AutoModelForSequenceClassification, type(config)
+    if kind not in auto._model_mapping and kind in AutoModelForImageTextToText._model_mapping:
+        whole = AutoModelForImageTextToText._model_mapping[kind]
+        base = next(each for each in whole.__mro__[1:] if issubclass(each, PreTrainedModel))
+        name = base.__name__.removesuffix("PreTrainedModel") + "ForSequenceClassification"
+        # The module of its parts: transformers converts no weights of classes outside of itself.
+        members = {"__module__": base.__module__, "config_class": kind}
+        # Otherwise transformers keeps its own types as they are, without a word.
+        auto.register(kind, type(name, (GenericForSequenceClassification, base), members), exist_ok=True)
+    return auto
 
 
 def model_in(folder: Path | str) -> Any:

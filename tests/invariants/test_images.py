@@ -31,7 +31,16 @@ from tests.agents.test_endpoint import post
 from tests.invariants.traces import assert_same, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.spmd.ranks import run_in_ranks
-from tests.tiny import ROOT, Workshop, eager_backend, load_module, metrics_without_times, recorded, weights_of
+from tests.tiny import (
+    ROOT,
+    Workshop,
+    eager_backend,
+    load_module,
+    metrics_without_times,
+    recorded,
+    weights_of,
+    write_jsonl,
+)
 
 shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
 VERIFIERS = """
@@ -143,6 +152,43 @@ def test_adapters_of_the_text_part_learn_from_rows_with_images(seeing: Workshop)
     assert min(losses[-3:]) < 0.8 * losses[0]
 
 
+RECIPES: dict[str, dict[str, Any]] = {
+    "dpo": {"rollout": {"samples_per_prompt": 2}},
+    "reward_model": {"rollout": {"samples_per_prompt": 2}},
+    "ppo": {
+        "algorithm": {"reward": "verify"},
+        "rollout": {"samples_per_prompt": 2},
+        "trainer": {"train_vision": True},
+    },
+    "distillation": {"rollout": {"samples_per_prompt": 2}, "roles": {"reference": {"model": "other"}}},
+}
+SOAKED = ("reward_model", "distillation")
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "ppo", *(pytest.param(one, marks=pytest.mark.soak) for one in SOAKED)])
+def test_every_recipe_trains_rows_with_images_together_as_alone(recipe: str, seeing: Workshop) -> None:
+    pairs = [json.loads(line) for line in seeing.data.read_text().splitlines()][:4]
+    for record, other in zip(pairs, reversed(pairs), strict=True):
+        record |= {"chosen": record["answer"], "rejected": other["answer"]}
+        record["images"] = [str(seeing.data.parent / name) for name in record["images"]]
+    data = write_jsonl(seeing.folder / "pairs.jsonl", pairs)
+    sections = merged(settings(seeing, data={"train": str(data)}, flow=recipe, dtype="float64"), RECIPES[recipe])
+    if "roles" in sections:
+        shapes.write_model(seeing.folder / "other", 1, family="qwen3_vl")
+        sections["roles"] = {"reference": {"model": str(seeing.folder / "other")}}
+    found = []
+    for name, tokens in (("together", 4096), ("alone", 48)):
+        trainer = {**sections["trainer"], "steps": 1, "max_tokens_per_device": tokens, "checkpoint_every": 0}
+        folder = seeing.run(name, **{**sections, "trainer": trainer})
+        found.append((metrics_without_times(folder), weights_of(folder)))
+    (first, ours), (second, theirs) = found
+    assert any(line.get("actor/grad_norm") or line.get("reward/grad_norm") for line in first)
+    assert first == [pytest.approx(line, abs=1e-9) for line in second]
+    for key, tensor in ours.items():
+        # AdamW's first step magnifies the rounding of small gradients.
+        torch.testing.assert_close(tensor, theirs[key], atol=1e-7, rtol=0)
+
+
 def test_an_agents_images_are_seen_in_every_turn(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder / "model")
     vision = load_vision(folder / "model", ImagesConfig(folder=tmp_path))
@@ -189,7 +235,8 @@ def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, w
         known = expected[0].metrics.keys()
         ours = [replace(step, metrics={key: step.metrics[key] for key in known}) for step in ours]
         assert_same(ours, expected)
-    layouts = {"data": {}, "sequence": {"sequence": 2}, "context": {"context": 2}}
+    layouts: dict[str, dict[str, Any]] = {"data": {}, "sequence": {"sequence": 2}, "context": {"context": 2}}
+    layouts |= {"full": {"shard": "full"}, "pipeline": {"pipeline": 2}}
     trees = [
         seeing.tree(
             name,

@@ -136,11 +136,11 @@ class Prompts:
         for part in parts:
             prompts, lengths = list(part.values()), [len(ids) for ids in part.values()]
             spans = [requests[name].images for name in part]
-            run = None if images is None else images.prefill_run(prompts, spans)
+            seen = None if images is None else images.of_prompts(prompts, spans)
             routing = Routing() if with_routes else None
             policies = [requests[name].policy for name in part]
             with routed(routing), adapted(adapters, policies, lengths):
-                self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, run), strict=True))
+                self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, seen), strict=True))
             if routing is not None:
                 routes = routing.recorded().to(routes_dtype(model)).cpu()[: sum(lengths)]
                 self.routes |= dict(zip(part, routes.split(lengths), strict=True))
@@ -346,10 +346,10 @@ class EmbeddedEngine(SteppingEngine):
         if grown:
             ids = list(grown.values())
             spans = [self._rows[slot].request.images for slot in grown]
-            run = None if self._images is None else self._images.prefill_run(ids, spans)
+            seen = None if self._images is None else self._images.of_prompts(ids, spans)
             policies = [self._rows[slot].request.policy for slot in grown]
             with adapted(self.adapters, policies, [len(each) for each in ids]):
-                prefixes = prefill(self.model, ids, ROW_MULTIPLE, run)
+                prefixes = prefill(self.model, ids, ROW_MULTIPLE, seen)
             for slot, prefix in zip(grown, prefixes, strict=True):
                 self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
 

@@ -12,6 +12,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.engines.deployment import Deployment
 from braidrl.flow import Flow, Kind
 from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, residency_plan
+from braidrl.training.loading import load_vision
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
@@ -25,6 +26,7 @@ from braidrl.training.role_settings import DTYPES, merges_adapters, settings_of,
 
 MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
+IMAGES = "encoded images, at most"
 PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
 
 
@@ -70,6 +72,8 @@ class RoleDeployment:
     engine: EngineUse | None = None
     moment_bytes: float = MASTER_BYTES
     """Bytes of each of the optimizer's two moments of a float32 weight."""
+    images: int = 0
+    """Bytes of encoded images that it keeps, at most."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
             role_use.shape, role_use.layout, role_use.tokens, role_use.trained, saved, role_use.scalar
         )
         working = {part: max(working.get(part, 0), needed.get(part, 0)) for part in {**working, **needed}}
-    return resident, working
+    return resident, {**working, **({IMAGES: use.images} if use.images else {})}
 
 
 def footprint(use: RoleUse, deployment: Deployment, devices: int) -> Footprint:
@@ -143,6 +147,9 @@ def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
     settings, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
     plain = model_shape(settings.model, settings.dtype, scalar)
     lora = settings.lora if use.trained else None
+    if not settings.trains_vision:
+        plain = replace(plain, trained=plain.trained - plain.tower)
+    keeps = not settings.trains_vision and load_vision(settings.model.expanduser(), config.data.images) is not None
     kinds = {stage.kind for stage in flow.stages if stage.role == use.role}
     return RoleDeployment(
         model_shape(settings.model, settings.dtype, scalar, lora) if lora else plain,
@@ -154,6 +161,7 @@ def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
         tokens=settings.max_tokens,
         checkpointing=settings.activation_checkpointing,
         moment_bytes=moment_bytes(config.trainer),
+        images=int(config.data.images.kept_mib * MIB) if keeps else 0,
     )
 
 

@@ -51,8 +51,6 @@ from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings
 
 Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
-BLIND_AXES = ("pipeline", "tensor", "expert", "shard")
-"""Axes of a layout that images do not support."""
 EXAMINED = 2000
 """Examples of a source whose reference answers are read before a run: some seconds; later ones fail as rows."""
 logger = logging.getLogger(__name__)
@@ -305,11 +303,6 @@ def check_images(
         own = settings_of(role, config)
         if own.backend != "torch":
             raise UserError(f"{source.path} has images, which the backend {own.backend} of {role} does not support")
-        if axes := [axis for axis in BLIND_AXES if getattr(own.layout, axis) not in (1, "none")]:
-            raise UserError(
-                f"{source.path} has images, which the layout of {role} does not support: {', '.join(axes)}; write the "
-                "axes data, sequence or context alone"
-            )
         if config.trainer.train_vision and own.lora is not None and role in flow.trained_roles:
             raise UserError(f"trainer.train_vision: {role} trains adapters of the text part alone; remove one of them")
         if own_tokenizer(role, config, tokenizer) is not None:
@@ -319,6 +312,20 @@ def check_images(
             )
         if reason := blind_because(own.model, config.data.images):
             raise UserError(f"roles.{role}.model: {own.model} sees no images, and {source.path} has some: {reason}")
+        if own.layout.pipeline > 1:
+            check_first_layers(role, own.model, own.layout.pipeline)
+
+
+def check_first_layers(role: str, model: Path, pipeline: int) -> None:
+    """Raise UserError if images enter more layers of a model than its first pipeline rank has."""
+    config = read_model_config(model)
+    entered = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    layers = config.get_text_config().num_hidden_layers
+    if layers // pipeline < entered:
+        raise UserError(
+            f"the layout of {role} has pipeline={pipeline}, and images enter the first {entered} of {layers} layers, "
+            f"which its first rank must have; write pipeline={max(1, layers // entered)} or less"
+        )
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:

@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "trainer.inference_layout",
     "trainer.resident_gib",
     "trainer.learning_rate",
+    "trainer.vision_learning_rate",
     "trainer.max_staleness",
     "trainer.skip_bad_updates",
     "trainer.max_skipped_updates",

@@ -64,9 +64,14 @@ class Scores:
     sinks: Tensor | None = None
     """(H,): an extra score per head, which takes weight and contributes no value."""
 
-    def visible(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return whether queries at positions (..., Q, 1) see keys at positions (..., 1, K): a bool mask."""
+    def visible(self, query: Tensor, key: Tensor, blocks: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return whether queries at positions (..., Q, 1) see keys at positions (..., 1, K): a bool mask.
+
+        `blocks` are the numbers of both's images, 0 for text: tokens of one image see each other in both directions.
+        """
         seen = key <= query
+        if blocks is not None:
+            seen = seen | ((blocks[0] == blocks[1]) & (blocks[0] > 0))
         if self.window is not None:
             seen = seen & (query - key < self.window)
         return seen if self.chunk is None else seen & (query // self.chunk == key // self.chunk)
@@ -165,20 +170,28 @@ class PackedSequences(AttentionContext):
     """Causal attention within each of the consecutively packed sequences of `lengths`.
 
     `offsets` (S + 1,) int32, on the model's device, are the starts of the sequences and the end of the last.
-    `keep_scores` is for training: see `attend_equal`.
+    `keep_scores` is for training: see `attend_equal`. `blocks` (N,) are for models whose images see each other: the
+    number of each token's image, 0 for text.
     """
 
     lengths: tuple[int, ...]
     offsets: Tensor
     keep_scores: bool = False
+    blocks: Tensor | None = None
     _arranged: dict[int, "RowBatches"] = field(default_factory=dict, init=False)
+    _masks: dict[tuple[int | None, int | None], list[Tensor | None]] = field(default_factory=dict, init=False)
 
     @staticmethod
-    def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> "PackedSequences":
+    def of(
+        lengths: Iterable[int],
+        device: torch.device | str = "cpu",
+        keep_scores: bool = False,
+        blocks: Tensor | None = None,
+    ) -> "PackedSequences":
         """Create the context of sequences of these lengths; empty ones are skipped."""
         kept = tuple(int(length) for length in lengths if length)
         offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
-        return PackedSequences(kept, offsets, keep_scores)
+        return PackedSequences(kept, offsets, keep_scores, blocks)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend within each sequence. Raises ValueError if the packed row's length is not that of all sequences."""
@@ -188,7 +201,7 @@ class PackedSequences(AttentionContext):
         # (1, heads, N, D) to (N, heads, D)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         # Whether fused kernels support the rule.
-        plain = scores.chunk is None and scores.softcap is None and scores.sinks is None
+        plain = scores.chunk is None and scores.softcap is None and scores.sinks is None and self.blocks is None
         if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             back, wide = -1 if scores.window is None else scores.window - 1, max(query.shape[-1], out)
             query, key, value = (pad(s, (0, wide - s.shape[-1])).contiguous() for s in (query, key, value))
@@ -212,8 +225,23 @@ class PackedSequences(AttentionContext):
                 return compiled[None]
         # Once per length, over the batch of sequences of that length.
         batches = self.in_batches(1)
-        states = zip(*(batches.split(flat) for flat in (query, key, value)), strict=True)
-        return batches.join([attend_equal(q, k, v, scores, self.keep_scores) for q, k, v in states])[None]
+        states = zip(*(batches.split(flat) for flat in (query, key, value)), self.masks(scores), strict=True)
+        return batches.join([attend_equal(q, k, v, scores, self.keep_scores, mask) for q, k, v, mask in states])[None]
+
+    def masks(self, scores: Scores) -> list[Tensor | None]:
+        """Return the mask (S, 1, L, L) of each batch of sequences with images that see each other; None for others."""
+        batches = self.in_batches(1)
+        if self.blocks is None:
+            return [None] * len(batches.shapes)
+        rule = scores.window, scores.chunk
+        if rule not in self._masks:
+            self._masks[rule] = []
+            for blocks in batches.split(self.blocks):
+                places = torch.arange(blocks.shape[1], device=blocks.device)
+                numbers = blocks[:, None, :, None], blocks[:, None, None, :]
+                mask = scores.visible(places[:, None], places[None, :], numbers) if bool(blocks.any()) else None
+                self._masks[rule].append(mask)
+        return self._masks[rule]
 
     def mix(
         self,
@@ -361,8 +389,8 @@ class EqualRows(AttentionContext):
 def attend_equal(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False, mask: Tensor | None = None
 ) -> Tensor:
-    """Attend within S sequences of L tokens, (S, L, heads, D) each, causally or under another mask; returns (S * L, H,
-    E).
+    """Attend within S sequences of L tokens, (S, L, heads, D) each, causally or under another mask, (L, L) or (S, 1, L,
+    L); returns (S * L, H, E).
 
     `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for
     every S.
@@ -390,7 +418,8 @@ def attend_equal(
     sinks = scores.sinks
     if sinks is not None:
         sinks = sinks.view(1, groups, -1, 1).expand(sequences, -1, -1, length).flatten(2)[..., None]
-    hidden = additive(seen, torch.promote_types(query.dtype, torch.float32)).repeat(heads // groups, 1)
+    hidden = additive(seen, torch.promote_types(query.dtype, torch.float32))
+    hidden = hidden.repeat(*(1,) * (seen.dim() - 2), heads // groups, 1)
     output = attend_plainly(queries, key.transpose(1, 2), value.transpose(1, 2), scores, hidden, sinks)
     return output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1)
 

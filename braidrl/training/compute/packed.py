@@ -44,6 +44,8 @@ PlaceImages = Callable[["Packed", Rows], "Packed"]
 """Gives a packing of rows, in their order, the positions and inputs of their images."""
 OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
 """Called with a micro-batch's number and predictions; returns the loss for the backward pass, or None."""
+BLOCKS = "image_blocks"
+"""Name of the numbers (N,) of images whose tokens see each other, 0 for text; of models in which they do."""
 HIDDEN = "hidden"
 """Name of the hidden states in the predictions of all pipeline ranks but the last."""
 HAS_ENTRIES = "has_entries"
@@ -159,7 +161,8 @@ class Packed:
             return self.context
         if self.families is not None:
             return SharedPrompts(self.families, self.input_ids.device)
-        return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
+        blocks = self.per_token.get(BLOCKS)
+        return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True, blocks=blocks)
 
     def padded(self, tokens: int) -> Self:
         """Return the same rows padded to `tokens` tokens by filler sequences."""
@@ -171,7 +174,8 @@ class Packed:
         families = None if self.families is None else (*self.families, *(Family(each, (), ()) for each in lengths))
         places = torch.arange(count, device=device)
         filled = self.select(torch.cat([places, places.new_full((missing,), -1)]), places)
-        filled.position_ids[count:].T[:] = torch.arange(missing, device=device) % FILLER
+        of_filler = torch.arange(missing, device=device) % FILLER
+        filled.position_ids[count:] = of_filler.view(-1, *(1,) * (filled.position_ids.dim() - 1))
         return replace(filled, sequence_lengths=(*self.sequence_lengths, *lengths), families=families)
 
 

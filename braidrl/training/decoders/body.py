@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from braidrl.errors import UserError
@@ -74,6 +75,8 @@ RECEIVED = "received_states"
 """Attribute of a model without its first layers: a list with the placeholder before its first layer, which returns
 `hidden`.
 """
+TOKENS_RANK = "tokens_rank"
+"""Attribute of an embedding whose output has a share of the tokens: (rank, ranks) of tensor parallelism."""
 PLAN = "forward_plan"
 """Attribute of a model with the plan of `use_plan`."""
 
@@ -119,12 +122,21 @@ def base_of(model: Any) -> Any:
     return getattr(model, "model", model) if body is model else body
 
 
-def parts_beside_text(model: Any) -> list[nn.Parameter]:
-    """Return the parameters that no text reaches: towers for images and sound, and their projections."""
+def modules_beside_text(model: Any) -> list[str]:
+    """Return the names in `base_of` of the modules that no text reaches: towers for images and sound, their
+    projections.
+    """
     whole, decoder = base_of(model), decoder_of(model)
     if whole is model or whole is decoder or not any(getattr(whole, name, None) is decoder for name in TEXT):
         return []
-    text = set(map(id, decoder.parameters()))
+    return [name for name, module in whole.named_children() if module is not decoder]
+
+
+def parts_beside_text(model: Any) -> list[nn.Parameter]:
+    """Return the parameters that no text reaches."""
+    if not modules_beside_text(model):
+        return []
+    whole, text = base_of(model), set(map(id, decoder_of(model).parameters()))
     return [parameter for parameter in whole.parameters() if id(parameter) not in text]
 
 
@@ -217,19 +229,31 @@ def run_body(
     return found
 
 
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of packed prompts."""
+
+    run: Callable[..., Tensor]
+    """The forward pass that sees them, in place of `run_body`."""
+    blocks: Tensor | None = None
+    """(N,): the number of each token's image, 0 for text, if its tokens see each other."""
+
+
 def prefill(
-    model: Any, prompts: Sequence[Tensor], multiple: int = 1, run: Callable[..., Tensor] | None = None
+    model: Any, prompts: Sequence[Tensor], multiple: int = 1, images: PromptImages | None = None
 ) -> list[Prefix]:
     """Compute the keys, values and states of prompts, given without their last tokens, in one packed forward pass.
 
-    The pass has a multiple of `multiple` tokens. `run` is called in place of `run_body`, for prompts with images.
+    The pass has a multiple of `multiple` tokens.
     """
     lengths = [len(ids) for ids in prompts]
     filler = -sum(lengths) % multiple
-    sequences = attention.PackedSequences.of([*lengths, filler], model.device)
+    blocks = None if images is None or images.blocks is None else pad(images.blocks, (0, filler)).to(model.device)
+    sequences = attention.PackedSequences.of([*lengths, filler], model.device, blocks=blocks)
     packed = torch.cat([ids.to(model.device) for ids in (*prompts, torch.zeros(filler, dtype=torch.int64))])
     keeping = PrefillSequences(sequences)
-    (run or run_body)(model, packed[None], sequences.position_ids(), keeping)
+    run = run_body if images is None else images.run
+    run(model, packed[None], sequences.position_ids(), keeping)
     return keeping.prefixes(len(lengths))
 
 

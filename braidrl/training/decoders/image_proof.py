@@ -5,11 +5,11 @@ random embeddings ─┬─ in place of placeholders, packed rows, prefill and d
                    └─ transformers' own forward (`mm_encoder_outputs`), each row alone ───────┘
 
 Embeddings stand for encoded images, so that the proof needs no pixels: what a model does with them is measured, such as
-positions, later layers that get them too, and images whose tokens see each other, which is refused.
+positions, later layers that get them too, and whether the tokens of an image see each other in both directions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,19 +62,37 @@ class ProofVision:
 
     token: int
     merge: int
+    mutual: bool
 
     def grid(self, name: str) -> Tensor:
         height, width = PATCHES[name]
         return torch.tensor([[1, height * self.merge, width * self.merge]])
 
 
-def seeing_finding(twin: Twin, plan: ForwardPlan) -> Finding:
-    return Finding.of(NAME, seeing_distance, twin, plan)
+@dataclass(frozen=True)
+class Sight:
+    """The way in which a model sees, as it is measured."""
+
+    refused: str
+    """Why it is not proven to see rightly; empty text if it is."""
+    mutual: bool = False
+    """Whether the tokens of an image see each other in both directions."""
+
+
+def seeing_finding(twin: Twin, plan: ForwardPlan) -> tuple[Finding, bool]:
+    """Return the finding on rows with images, and whether the tokens of an image see each other in both directions."""
+    causal = Finding.of(NAME, seeing_distance, twin, plan)
+    if causal.holds or causal.note:
+        return causal, False
+    mutual = Finding.of(NAME, seeing_distance, twin, plan, True)
+    return (mutual, True) if mutual.holds else (causal, False)
 
 
 @torch.no_grad()
-def seeing_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tuple[float, float]:
     """Return the greatest difference of log-probs of rows with images, and its bound.
+
+    With `mutual` the tokens of an image see each other in both directions.
 
     Raises ValueError for a model without a vision tower.
     """
@@ -91,7 +109,7 @@ def seeing_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     if "mm_encoder_outputs" not in parameters_of(type(whole).forward):
         raise ValueError("its forward pass takes no encoded images")
     merge = int(getattr(getattr(twin.config, "vision_config", None), "spatial_merge_size", None) or 1)
-    images = ModelImages(model, ProofVision(token, merge), float("inf"))  # type: ignore[arg-type]
+    images = ModelImages(model, ProofVision(token, merge, mutual), float("inf"))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(twin.seed)
     width = twin.config.get_text_config().hidden_size
     copies = 1 + (LATER[1] in parameters_of(type(decoder_of(model)).forward))
@@ -146,13 +164,14 @@ def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Seque
             return logits_of(model, hidden[0]).float().log_softmax(-1)
         except FAILURES as error:
             errors.append(error)
-    raise errors[-1]
+    raise errors[0]
 
 
 def encoder_output(kept: Sequence[Sequence[Tensor]], form: Callable[[tuple[Tensor, ...]], Any]) -> Any:
     """Return encoded images in the form in which a vision tower returns them."""
     parts = [tuple(each) for each in zip(*kept, strict=True)]
-    return SimpleNamespace(pooler_output=form(parts[0]), deepstack_features=parts[1:])
+    first = form(parts[0])
+    return SimpleNamespace(pooler_output=first, last_hidden_state=first, deepstack_features=parts[1:])
 
 
 def packed_logits(
@@ -174,7 +193,7 @@ def last_logits(model: Any, images: ModelImages, row: Tensor, spans: Sequence[Im
     """Return the log-probabilities (V,) after a row whose last token is decoded behind its prefix."""
     cache, last = SlotCache(SLOTS, model.dtype, model.device), len(row) - 1
     cache.reserve(len(row))
-    (prefix,) = prefill(model, [row[:-1]], run=images.prefill_run([row[:-1]], [spans]))
+    (prefix,) = prefill(model, [row[:-1]], images=images.of_prompts([row[:-1]], [spans]))
     cache.fill(torch.tensor([0], device=model.device), prefix)
     position = torch.zeros(SLOTS, dtype=torch.int64, device=model.device)
     position[0] = last
@@ -185,21 +204,21 @@ def last_logits(model: Any, images: ModelImages, row: Tensor, spans: Sequence[Im
     return logits_of(model, hidden[:1, 0])[0].float().log_softmax(-1)
 
 
-def blindness(config: Any) -> str:
-    """Return why a model is not proven to see rightly, measured once on this machine; empty text if it is."""
+def sight(config: Any) -> Sight:
+    """Return the way in which a model sees, measured once on this machine."""
 
     def measured() -> dict[str, Any]:
         try:
             with quietly(), torch.enable_grad():
                 twin = Twin(config, device=proof_device())
                 plan, _ = best_plan(twin)
-                found = seeing_finding(twin, plan)
+                found, mutual = seeing_finding(twin, plan)
         except Refusal as refusal:
-            return {"refused": str(refusal)}
+            return asdict(Sight(str(refusal)))
         except FAILURES as error:
-            return {"refused": f"a tiny model of its structure cannot be loaded: {first_line(error)}"}
+            return asdict(Sight(f"a tiny model of its structure cannot be loaded: {first_line(error)}"))
         if found.holds:
-            return {"refused": ""}
-        return {"refused": found.note or f"log-probs of rows with images differ by {found.value:.1g}"}
+            return asdict(Sight("", mutual))
+        return asdict(Sight(found.note or f"log-probs of rows with images differ by {found.value:.1g}"))
 
-    return str(remembered(config, "images", measured)["refused"])
+    return Sight(**remembered(config, "images", measured))

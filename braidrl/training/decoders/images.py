@@ -11,7 +11,7 @@ Shapes: T tokens of a sequence, N tokens packed, E tokens of all images of a for
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -25,8 +25,8 @@ from braidrl.data.rows import Rows
 from braidrl.data.vision import ImageSpan, Vision, image_tokens, moved
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import AttentionContext, parameters_of
-from braidrl.training.compute.packed import Packed
-from braidrl.training.decoders.body import base_of, body_of, plan_of_model, run_body
+from braidrl.training.compute.packed import BLOCKS, Packed
+from braidrl.training.decoders.body import TOKENS_RANK, PromptImages, base_of, body_of, plan_of_model, run_body
 
 IMAGES = "images"
 """The name of the images in `Packed.model_inputs`, each once, in the order of their encoded rows."""
@@ -67,6 +67,8 @@ class Placed:
     """(N,): for tokens of images the row in the encoded images of `names`, counted from 1."""
     names: tuple[str, ...]
     """The images, each once, in the order of their rows."""
+    blocks: Tensor | None = None
+    """(N,): the number of each token's image in the sequences, 0 for text; None if images do not see each other."""
 
 
 def images_of(model: Any, vision: Vision, kept_mib: float, tower_changes: bool) -> "ModelImages":
@@ -110,8 +112,11 @@ class ModelImages:
         """Return where the images of packed sequences are; `spans` are counted from the first token of all."""
         mask = image_tokens(ids, spans, self.vision.token)
         rows, begins, begin = torch.zeros(len(ids), dtype=torch.int64), dict[str, int](), 1
-        for span in spans:
+        blocks = torch.zeros_like(rows) if self.vision.mutual else None
+        for number, span in enumerate(spans):
             part = slice(span.start, span.start + span.tokens)
+            if blocks is not None:
+                blocks[part][mask[part]] = number + 1
             count = int(mask[part].sum())
             if span.name not in begins:
                 begins[span.name], begin = begin, begin + count
@@ -122,7 +127,7 @@ class ModelImages:
             within = spans[bisect_left(starts, start) : bisect_left(starts, end)]
             positions.append(self.positions(ids[start:end], mask[start:end], within))
             start = end
-        return Placed(torch.cat(positions), rows, tuple(begins))
+        return Placed(torch.cat(positions), rows, tuple(begins), blocks)
 
     def place(self, packed: Packed, rows: Rows) -> Packed:
         """Return a packing of rows with the positions and inputs of their images."""
@@ -131,6 +136,7 @@ class ModelImages:
             spans += moved(of_row, begin)
         placed = self.placed(packed.input_ids, packed.sequence_lengths, spans)
         per_token = {**packed.per_token, "position_ids": placed.positions, IMAGE_ROWS: placed.rows}
+        per_token |= {} if placed.blocks is None else {BLOCKS: placed.blocks}
         return replace(packed, per_token=per_token, model_inputs={**packed.model_inputs, IMAGES: placed.names})
 
     def positions(self, ids: Tensor, mask: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
@@ -185,18 +191,29 @@ class ModelImages:
 
     def run_packed(self, packed: Packed) -> Tensor:
         """Return the last hidden states (1, N, D) of packed rows."""
-        ids = packed.input_ids[None] if packed.hidden is None else None
-        with self.seeing(packed.per_token[IMAGE_ROWS], packed.model_inputs[IMAGES]) as options:
-            return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden, **options)
+        rows = packed.per_token[IMAGE_ROWS]
+        with self.seeing(rows, packed.model_inputs[IMAGES]) as options:
+            ids = self.text_ids(packed.input_ids, rows)[None]
+            return run_body(self.model, ids, packed.rope_positions, packed.attention(), **options)
 
-    def prefill_run(
-        self, prompts: Sequence[Tensor], images: Sequence[Sequence[ImageSpan]]
-    ) -> Callable[..., Tensor] | None:
-        """Return the forward pass of packed prompts with images for `prefill`; None if there are no images."""
+    def text_ids(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return ids (N,) for the text part: where each layer has inputs by token (Gemma 4), an image's are padding."""
+        text = self.model.config.get_text_config()
+        if not getattr(text, "hidden_size_per_layer_input", None):
+            return ids
+        return ids.masked_fill(rows > 0, text.pad_token_id or 0)
+
+    def of_prompts(self, prompts: Sequence[Tensor], images: Sequence[Sequence[ImageSpan]]) -> PromptImages | None:
+        """Return the images of packed prompts, given without their last tokens; None if there are none.
+
+        Raises UserError for a prompt that ends within an image whose tokens see each other.
+        """
         if not any(images):
             return None
         spans, begin = list[ImageSpan](), 0
         for prompt, of_prompt in zip(prompts, images, strict=True):
+            if self.vision.mutual and any(span.start + span.tokens > len(prompt) for span in of_prompt):
+                raise UserError("a prompt ends with an image, whose tokens see each other; let text follow it")
             spans += moved(of_prompt, begin)
             begin += len(prompt)
         placed = self.placed(torch.cat(list(prompts)), [len(prompt) for prompt in prompts], spans)
@@ -209,9 +226,11 @@ class ModelImages:
             of_filler = positions[0, begin:, None].cpu().expand(-1, axes.shape[1])
             whole = torch.cat([axes, of_filler]).T[:, None].to(ids.device)
             with self.seeing(rows, placed.names) as options:
-                return run_body(model, ids, whole if len(whole) > 1 else whole[0], context, **options)
+                return run_body(
+                    model, self.text_ids(ids, rows), whole if len(whole) > 1 else whole[0], context, **options
+                )
 
-        return run
+        return PromptImages(run, placed.blocks)
 
     @contextmanager
     def seeing(self, rows: Tensor, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -222,6 +241,8 @@ class ModelImages:
         if not names:
             yield {}
             return
+        rank, ranks = getattr(body_of(self.model).embedding, TOKENS_RANK, (0, 1))
+        rows = rows.chunk(ranks)[rank]
         embeddings, *later = self.encoded(names)
         places = rows.nonzero().flatten()
         chosen = rows[places] - 1

@@ -88,6 +88,7 @@ CODE = ("training", "engines", "native", "algorithms")
 MEASUREMENT_BYTES = 1 << 16
 MEASURED: tuple[dict[str, Any], ...] = (
     {"refused": str},
+    {"refused": str, "mutual": bool},
     {"mixers": list, "by_rows": bool, "decoding": str},
     {"name": str, "value": (int, float), "bound": (int, float), "note": str},
 )

@@ -121,6 +121,7 @@ MOST = {
     "moe_layer_start_index": 1,
     "index_topk": 4,
     "index_topk_blocks": 4,
+    "index_kpool": 2,
     "indexer_budget": 4,
     "indexer_compress_ratio": 2,
     "o_groups": 2,
@@ -135,7 +136,15 @@ MOST = {
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     """Return a configuration of the same class and structure with some ten thousand parameters."""
     settings = config.to_dict()
-    return type(config)(**_shrunk(settings, head_width, _token_ids(settings)))
+    found = _shrunk(settings, head_width, _token_ids(settings))
+    text, small = settings.get("text_config"), found.get("text_config")
+    if isinstance(text, dict) and isinstance(small, dict):
+        # What a tower returns has the width of the text part, where it has so in the original.
+        for part, given in ((found[name], value) for name, value in settings.items() if name in found):
+            for key, value in given.items() if isinstance(given, dict) and part is not small else ():
+                if str(key).endswith("_hidden_size") and value == text.get("hidden_size"):
+                    part[key] = small["hidden_size"]
+    return type(config)(**found)
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -196,7 +205,7 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
         if not (name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]))
     }
     found = {
-        name: _shrunk(value, head_width, tokens)
+        name: _shrunk(value, head_width, tokens) | {key: value[key] for key in ("model_type",) if key in value}
         if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")
         else value
         for name, value in given.items()
@@ -216,6 +225,8 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
             found[name] = head_width
         elif name == "num_attention_heads_per_layer" and isinstance(value, list):
             found[name] = [sizes.heads] * len(value)
+        elif name == "vision_feature_layer" and isinstance(value, list):
+            found[name] = [-1 - number % 2 for number in range(len(value))]
         elif name == "compress_rates" and value:
             found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
     for rule in (_attention, _recurrence, _experts, _layers, _positions):
@@ -426,8 +437,9 @@ def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
             elif key in ("short_factor", "long_factor") and isinstance(value, list):
                 rope[key] = value[:half] + [1.0] * max(0, half - len(value))
             elif key == "mrope_section":
-                third = max(1, half // 3)
-                rope[key] = [half - 2 * third, third, third]
+                others = len(value) - 1
+                each = max(1, half // len(value))
+                rope[key] = [half - others * each, *[each] * others]
         return rope
 
     kinds, original = set[str](), None

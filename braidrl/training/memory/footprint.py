@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.training.compute.attention import ATTENTION, AttentionContext, PackedSequences, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
 from braidrl.training.compute.slots import PrefillSequences
-from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
+from braidrl.training.decoders.body import PACKED, body_of, parts_beside_text, plan_of_model, run_body, use_plan
 from braidrl.training.decoders.proof import FAILURES, proven_plan
 from braidrl.training.decoders.shrink import CHOSEN, HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.loading import read_model_config
@@ -37,7 +37,7 @@ from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.experts import stacked_parameters
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
-from braidrl.weights.model_files import auto_class
+from braidrl.weights.model_files import auto_class, scorer_class
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -115,6 +115,8 @@ class Shape:
     """Experts of a layer."""
     chosen_experts: int = 0
     """Experts of a token in a layer."""
+    tower: int = 0
+    """Parameters that no text reaches: those of a vision tower, which tensor parallelism replicates."""
 
     @property
     def element_bytes(self) -> int:
@@ -157,7 +159,8 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
         every, of_layers = (sum(parameter.numel() for parameter in m.parameters()) for m in (model, layers))
         # The first layers of some mixtures are dense.
         shape = Shape(type(model).__name__, config, every, of_layers // len(layers), dtype, trained, copied, four_bit)
-        MEASURED[key] = replace(shape, **expert_sizes(model))
+        tower = sum(parameter.numel() for parameter in parts_beside_text(model))
+        MEASURED[key] = replace(shape, **expert_sizes(model), tower=tower)
     return MEASURED[key]
 
 
@@ -194,7 +197,7 @@ def expert_sizes(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
-    auto: Any = AutoModelForSequenceClassification if scalar_head else auto_class(config)
+    auto = (scorer_class if scalar_head else auto_class)(config)
     copied = deepcopy(config)
     if scalar_head:
         copied.num_labels = 1
@@ -233,7 +236,7 @@ def local_parameters(shape: Shape, layout: ParallelLayout) -> int:
     layers, shards = shape.sizes.num_hidden_layers // layout.pipeline, layout.tensor * layout.shard_ranks
     parameters = layers * shape.layer_parameters + beside_layers(shape, layout)
     if layout.expert == 1:
-        return parameters // shards
+        return (parameters - shape.tower) // shards + shape.tower // layout.shard_ranks
     # With `shard`, ranks with the same experts shard them further.
     experts = layers * layer_experts(shape)
     return (parameters - experts) // shards + experts // (layout.expert if layout.shard == "none" else shards)

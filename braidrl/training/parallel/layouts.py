@@ -35,7 +35,7 @@ from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
 from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import OnPrediction, Packed, Predict
-from braidrl.training.decoders.body import body_of, plan_of_model
+from braidrl.training.decoders.body import body_of, parts_beside_text, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.experts import COPIES, EXPERT, is_of_experts, own_experts, shard_experts
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
@@ -129,7 +129,7 @@ class DataParallel(Ranks):
             tensor_parallel.parallelize_rest(model, self.mesh["tensor"])
         if self.uses_fsdp:
             self._shard(model, rows_mesh)
-        for parameter in body_of(model).decoder.parameters() if plan else ():
+        for parameter in (*body_of(model).decoder.parameters(), *parts_beside_text(model)) if plan else ():
             # The gradient of a replicated parameter is a partial sum, over this rank's tokens or heads.
             axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
             if not {"tensor", "tokens", EXPERT} & {*(axes or ())}:

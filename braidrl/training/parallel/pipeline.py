@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from braidrl.errors import UserError
 from braidrl.training.compute.packed import HIDDEN, OnPrediction, Packed, Predict
-from braidrl.training.decoders.body import RECEIVED, body_of
+from braidrl.training.decoders.body import RECEIVED, base_of, body_of, modules_beside_text
 
 RUN = 8
 """Most micro-batches per pipeline rank in one run: a trade-off of receive buffers against the pipeline bubble."""
@@ -73,7 +73,12 @@ class Pipeline:
             longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
             own = -(-longest // self.divisor)
             message = torch.empty(
-                1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train
+                1,
+                own,
+                model.config.get_text_config().hidden_size,
+                dtype=model.dtype,
+                device="meta",
+                requires_grad=train,
             )
             # The last pipeline rank outputs its loss; sums are divided once, at `step`.
             output = message if rank < size - 1 else torch.empty((), device="meta", requires_grad=train)
@@ -119,7 +124,7 @@ class PassThrough(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A placeholder for what only the first pipeline rank adds to the embedded tokens, such as learned positions."""
+    """A placeholder for what only the first pipeline rank has beside the embedded tokens: learned positions, towers."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(1)
@@ -157,6 +162,8 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
             if child is not model.base_model:
                 setattr(model, name, PassThrough())
     if rank > 0:
+        for name in modules_beside_text(model):
+            setattr(base_of(model), name, Nothing())
         for name, child in list(body.decoder.named_children()):
             if name == body.layers_name:
                 break  # the modules after the layers belong to the last rank

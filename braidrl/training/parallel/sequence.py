@@ -89,15 +89,17 @@ class ShardedAttention(AttentionContext):
             begin, end = max(start, first), min(start + length, first + count)
             for low in range(begin, end, QUERIES):
                 high = min(low + QUERIES, end)
-                # Later keys, and those before the window, are seen by none of these queries.
+                # Later keys, except those of the same image, and those before the window, are seen by no query.
                 oldest = start if scores.window is None else max(start, low - scores.window + 1)
-                positions = torch.arange(oldest - start, high - start, device=query.device)
-                mask = scores.visible(positions[low - oldest :, None], positions[None, :])
+                blocks, newest = self.sequences.blocks, high if self.sequences.blocks is None else start + length
+                positions = torch.arange(oldest - start, newest - start, device=query.device)
+                numbers = None if blocks is None else (blocks[low:high, None], blocks[None, oldest:newest])
+                mask = scores.visible(positions[low - oldest : high - oldest, None], positions[None, :], numbers)
                 outputs.append(
                     attend_equal(
                         queries[None, low - first : high - first],
-                        keys[None, oldest:high],
-                        values[None, oldest:high],
+                        keys[None, oldest:newest],
+                        values[None, oldest:newest],
                         scores,
                         mask=mask,
                     )

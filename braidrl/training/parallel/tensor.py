@@ -38,7 +38,7 @@ from transformers.utils import ModelOutput
 
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import HEADS_RANK
-from braidrl.training.decoders.body import body_of
+from braidrl.training.decoders.body import TOKENS_RANK, body_of
 from braidrl.training.decoders.head import head_of
 from braidrl.training.lora import NAME
 from braidrl.training.parallel.pipeline import PassThrough, is_tied
@@ -221,6 +221,7 @@ def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
     output, tied, body = model.get_output_embeddings(), is_tied(model), body_of(model)
     if not isinstance(body.embedding, PassThrough):
         parallelize_module(body.embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS))
+        setattr(body.embedding, TOKENS_RANK, (mesh.get_local_rank(), mesh.size()))
     if not isinstance(body.norm, PassThrough):
 
         def gathered(_: nn.Module, __: Any, found: Any) -> Any:

@@ -95,6 +95,7 @@ class RoleWorker(ShardedBackend):
         self.path, self.dtype, self.device = spec.path, spec.dtype, spec.device
         self.train, self.is_copy, self.is_scalar = spec.train, spec.is_copy, spec.is_scalar
         self.weight_updates, self._nonfinite = 0, list[str]()
+        self.trains_vision = settings_of(spec.role, spec.config).trains_vision
         keep_freed_memory()
         self.ranks, own = spec.join(), settings_of(spec.role, spec.config)
         self.max_tokens, self.lora = own.max_tokens, own.lora if spec.train else None
@@ -132,7 +133,7 @@ class RoleWorker(ShardedBackend):
         for name, parameter in self.model.named_parameters():
             is_frozen = self.balance is not None and name in self.balance.frozen
             parameter.requires_grad_(self.train and not is_frozen and (not self.lora or lora.is_adapter(name)))
-        for parameter in parts_beside_text(self.model) if not self.config.trainer.train_vision or self.lora else ():
+        for parameter in parts_beside_text(self.model) if not (self.config.trainer.train_vision or self.lora) else ():
             parameter.requires_grad_(False)
         self.optimizer: MasterOptimizer | None = None
 
@@ -149,7 +150,11 @@ class RoleWorker(ShardedBackend):
             parameters = dict(self.model.named_parameters())
             places = {name: number for number, name in enumerate(self.shapes)}
             numbers = [places[name] for name in parameters]
-            self.optimizer = MasterOptimizer(parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers)
+            rate, tower = self.config.trainer.vision_learning_rate, {id(part) for part in parts_beside_text(self.model)}
+            rates = {name: rate for name, each in parameters.items() if rate is not None and id(each) in tower}
+            self.optimizer = MasterOptimizer(
+                parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers, rates
+            )
             offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
             if not self.lora:  # adapted layers have other names
                 self.optimizer.read_masters(files)
@@ -184,10 +189,16 @@ class RoleWorker(ShardedBackend):
     def hidden_states(self, packed: Packed, routing: Routing | None = None) -> Tensor:
         """Return the output of this rank's last layer for each packed token, (N, D)."""
         with routed(routing):
-            if packed.model_inputs:
-                return self.images.run_packed(packed)[0]
-            ids = packed.input_ids[None] if packed.hidden is None else None
-            return run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
+            if packed.model_inputs and packed.hidden is None:
+                hidden = self.images.run_packed(packed)[0]
+            else:
+                ids = packed.input_ids[None] if packed.hidden is None else None
+                hidden = run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
+        if self.ranks.uses_fsdp and self.trains_vision and torch.is_grad_enabled():
+            # FSDP reduces the gradients that a rank has: those of the tower are zero on a rank without images.
+            tower = [parameter for parameter in parts_beside_text(self.model) if parameter.requires_grad]
+            hidden = hidden + sum((0 * parameter.sum() for parameter in tower), hidden.new_zeros(()))
+        return hidden
 
     def pass_on(
         self, packed: Packed, objective: Objective | Likelihood | None = None, records: bool = False
@@ -242,13 +253,13 @@ class RoleWorker(ShardedBackend):
     def images(self) -> ModelImages:
         """Return the model's encoded images. Raises UserError for a model that sees none."""
         assert self.vision is not None, f"{self.role} sees no images"
-        images, changes = self.config.data.images, self.config.trainer.train_vision
-        return images_of(self.model, self.vision, images.kept_mib, changes)
+        return images_of(self.model, self.vision, self.config.data.images.kept_mib, self.trains_vision)
 
     def shares_prompts(self, rows: Rows) -> bool:
         return (
             self.config.trainer.share_prompts
             and plan_of_model(self.model) == PACKED
+            and not (self.vision is not None and self.vision.mutual)
             and saves_enough(rows, self.rope_lengths)
         )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import ImagesConfig
@@ -19,8 +19,11 @@ from braidrl.data.vision import ImageSpan, Vision, moved
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.training.compute.packed import pack
+from braidrl.training.decoders.body import PACKED
 from braidrl.training.decoders.head import predicted_log_probs
+from braidrl.training.decoders.image_proof import seeing_finding
 from braidrl.training.decoders.images import ModelImages, images_of
+from braidrl.training.decoders.proof import Twin
 from braidrl.training.loading import load_decoder, load_tokenizer, load_vision
 from tests.tiny import ROOT, load_module
 
@@ -183,3 +186,8 @@ def test_a_trained_tower_gets_gradients_and_a_frozen_one_none(tmp_path: Path) ->
         seeing.log_probs(rows).sum().backward()
         gradient = seeing.model.model.visual.patch_embed.proj.weight.grad
         assert (gradient is not None and bool(gradient.abs().sum() > 0)) is trained
+
+
+def test_the_proof_finds_images_whose_tokens_see_each_other() -> None:
+    finding, mutual = seeing_finding(Twin(AutoConfig.for_model("gemma3")), PACKED)
+    assert finding.holds and mutual

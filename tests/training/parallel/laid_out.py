@@ -22,8 +22,9 @@ from braidrl.cluster.process_groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.config.layout import ParallelLayout
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Objects, Rows
 from braidrl.data.token_columns import ROUTED_EXPERTS
+from braidrl.data.vision import ImageSpan, Vision
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
@@ -41,6 +42,7 @@ from braidrl.weights.shards import full_tensor, local_shard, weight_parts
 from braidrl.weights.transfer import LIMIT_BYTES, WeightTransfer
 from tests.tiny import TOKENIZER, settings
 from tests.training.activations import kept_bytes
+from tests.training.decoders.test_images import noise
 
 OBJECTIVE: dict[str, Any] = {"loss": "clip", "aggregate": "token-mean", "entropy_coef": 0.01}
 Found = dict[str, torch.Tensor]
@@ -81,6 +83,28 @@ def make_rows(prompt: int = 0) -> Rows:
     return with_group_tokens(rows, rows)
 
 
+def with_images(rows: Rows, vision: Vision) -> Rows:
+    """Return rows whose first half of groups begin with images, one or two, alike within a group."""
+    names = [vision.store.add(noise(*size, seed), Path(".")) for seed, size in enumerate([(84, 84), (56, 28)])]
+    tokens, masks, images = list[torch.Tensor](), list[torch.Tensor](), list[list[ImageSpan]]()
+    for number, group in enumerate(rows["group"].tolist()):
+        seen = [names[:1], names[::-1], names[1:], [], [], []][group]
+        ids, spans = vision.expand([vision.placeholder_token, 5] * len(seen), seen)
+        tokens.append(torch.cat([torch.tensor(ids, dtype=torch.int64), rows["tokens"][number] % 20 + 7]))
+        masks.append(torch.cat([torch.zeros(len(ids), dtype=torch.bool), rows["action_mask"][number]]))
+        images.append(spans)
+    joined = Ragged.from_rows(tokens, torch.int64)
+    return rows.with_columns(
+        {
+            "length": joined.lengths,
+            "tokens": joined,
+            "action_mask": Ragged.from_rows(masks, torch.bool),
+            "sequence_lengths": Ragged.from_lengths(joined.lengths, torch.ones_like(joined.lengths)),
+            "images": Objects(tuple([list(span) for span in spans] for spans in images)),
+        }
+    )
+
+
 def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64", **more: Any) -> Config:
     # Recomputed activations go through the same collectives a second time.
     trainer = {
@@ -90,7 +114,8 @@ def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "fl
         "activation_checkpointing": bool(layout),
         **more,
     }
-    return parse_config(settings(Path("."), Path(model), Path("none.jsonl"), dtype=dtype, trainer=trainer))
+    data = {"images": {"folder": f"{model}-images"}}
+    return parse_config(settings(Path("."), Path(model), Path("none.jsonl"), dtype=dtype, trainer=trainer, data=data))
 
 
 def own_rows(rows: Rows, world: World) -> torch.Tensor:
@@ -120,6 +145,7 @@ def one_step(
     weights, loads of experts.
     """
     rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
+    rows = rows if worker.vision is None else with_images(rows, worker.vision)
     if replays:
         rows, objective = with_routes(rows, worker.model), replace(objective, replays=True)
     own, sums = rows.take(mine), Sums() if sums is None else sums
@@ -240,7 +266,12 @@ def of_all_ranks(world: World, differing: list[str]) -> list[str]:
 
 
 def three_steps(
-    world: World, model: str, layout: dict[str, Any], trainer: dict[str, Any], replays: bool = False
+    world: World,
+    model: str,
+    layout: dict[str, Any],
+    trainer: dict[str, Any],
+    replays: bool = False,
+    limit: float = 1e-9,
 ) -> list[str]:
     """Return the differences from a single process after three steps with settings of `trainer`."""
     mine, config = own_rows(make_rows(), world), config_of(model, layout, **trainer)
@@ -251,7 +282,7 @@ def three_steps(
     parts = world.gather("metrics", json.dumps(sums.pairs()).encode())
     means = Sums().merge(*(Sums(json.loads(bytes(part))) for part in parts)).means()
     found |= {f"mean {name}": torch.tensor(mean) for name, mean in means.items()}
-    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer), replays=replays), mine, limit=1e-9)
+    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer), replays=replays), mine, limit=limit)
 
 
 def divided_experts(world: World, model: str, layouts: list[dict[str, Any]], folder: Path) -> list[str]:

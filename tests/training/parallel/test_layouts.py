@@ -19,7 +19,7 @@ from braidrl.training.backend_contract import CHECKS, BackendUnderTest
 from braidrl.training.backends import BackendSpec
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.worker import RoleWorker
-from tests.tiny import MIXTURE, MODELS, ROOT, TOKENIZER
+from tests.tiny import MIXTURE, MODELS, ROOT, TOKENIZER, load_module
 from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
 
 WAIT_S = 200.0
@@ -87,6 +87,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     torch.manual_seed(9)
     AutoModelForCausalLM.from_config(deepcopy(MIXTURE)).save_pretrained(folder / "mixture")
     TOKENIZER.save_pretrained(folder / "mixture")
+    shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    shapes.FAMILIES["qwen3_vl_moe"], shapes.TEXT["qwen3_vl_moe"] = shapes.FAMILIES["qwen3_vl"], experts
+    for family in ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe"):
+        paths[family] = str(shapes.write_model(folder / family, 0, family=family))
     return {**paths, "mixture": str(folder / "mixture")}
 
 
@@ -122,6 +127,13 @@ def test_two_ranks_copy_share_and_step_as_one_process_and_keep_the_contract(
         f"muon {name} {layout}": (models[name], layout, muon)
         for name, layout in (("mixture", {"shard": "full"}), ("qwen3", {"tensor": 2}), ("qwen2", {"pipeline": 2}))
     }
+    # Images that one of the ranks has. Qwen2.5-VL's tower computes its rope in float32.
+    frozen, seen = {"max_tokens_per_device": 96}, {"train_vision": True, "max_tokens_per_device": 96}
+    stepped["images full"] = (models["qwen3_vl"], {"shard": "full"}, seen)
+    stepped["images pipeline"] = (models["qwen3_vl"], {"pipeline": 2}, seen)
+    stepped["images expert"] = (models["qwen3_vl_moe"], {"expert": 2}, seen)
+    stepped["images tensor"] = (models["qwen2_5_vl"], {"tensor": 2}, frozen)
+    stepped["tower tensor"] = (models["qwen2_5_vl"], {"tensor": 2}, seen, False, 1e-5)
     contract += [(models["qwen3"], {"shard": "full"}, muon)]
     more = {"copied": copied, "shared": shared, "kept": kept, "stepped": stepped}
     found = in_ranks(2, {}, contract=contract, folder=str(tmp_path), **more)
