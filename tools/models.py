@@ -160,8 +160,8 @@ SEEING = """
 The image-text types of transformers {version} whose rows with images are trained and decoded right: {right} of {total},
 measured by `make models ONLY=--seeing`. On the tiny twin random embeddings stand for encoded images. Packed rows with
 several images, and rows decoded behind such a prompt, are compared with each row alone by transformers' own forward
-(log-probs to {bound:.0e}). Where the tokens of an image see each other in both directions, as in Gemma 3, packed rows do
-the same. A type that does not see trains as text. See [models that see](vision.md).
+(log-probs to {bound:.0e}). Where the tokens of an image see each other in both directions, as in Gemma 3, packed rows
+do the same. A type that does not see trains as text. See [models that see](vision.md).
 
 | type | sees | what was found |
 |---|---|---|
