@@ -186,7 +186,7 @@ def test_every_recipe_trains_rows_with_images_together_as_alone(recipe: str, see
     assert first == [pytest.approx(line, abs=1e-9) for line in second]
     for key, tensor in ours.items():
         # AdamW's first step magnifies the rounding of small gradients.
-        torch.testing.assert_close(tensor, theirs[key], atol=1e-7, rtol=0)
+        torch.testing.assert_close(tensor, theirs[key], atol=1e-6, rtol=0)
 
 
 def test_an_agents_images_are_seen_in_every_turn(folder: Path, tmp_path: Path) -> None:
