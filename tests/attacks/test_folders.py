@@ -29,10 +29,10 @@ def between_steps(run: TrainingRun, step: int, change: Callable[[], Any]) -> Non
     """Make a change before a step."""
     one_step = run._one_step
 
-    def changed() -> None:
+    def changed(state: Any) -> None:
         if run.step + 1 == step:
             change()
-        one_step()
+        one_step(state)
 
     run._one_step = changed  # type: ignore[method-assign]
 

@@ -25,8 +25,8 @@ rollout = {"samples_per_prompt": 8, "max_response_tokens": 40, "slots": 16}
 trainer = {"steps": steps, "prompts_per_step": 4, "rows_per_update": 16, "learning_rate": 1e-4}
 with TrainingRun(workshop.config(reward=reward, rollout=rollout, trainer=trainer, trackers=[])) as run:
     step = run._one_step
-    def watched():
-        step()
+    def watched(state):
+        step(state)
         if run.step == 1 or run.step % every == 0:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
             print(f"{run.step} {resident:.0f}", flush=True)

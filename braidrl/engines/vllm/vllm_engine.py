@@ -294,12 +294,13 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         drafts = options.get("speculative_config") or {}
         longest = spec.max_sequence_tokens + drafts.get("num_speculative_tokens", 0)
         positions = (spec.slots * -(-longest // CPU_BLOCK) + 1) * CPU_BLOCK
-        keys = config.num_hidden_layers * key_numbers(config)
+        text = config.get_text_config()  # of a model that sees too
+        keys = text.num_hidden_layers * key_numbers(text)
         if "model" in drafts:
-            draft = AutoConfig.from_pretrained(drafts["model"], local_files_only=True)
+            draft = AutoConfig.from_pretrained(drafts["model"], local_files_only=True).get_text_config()
             keys += draft.num_hidden_layers * key_numbers(draft)
         elif drafts.get("method") == "mtp":
-            keys += (getattr(config, "num_nextn_predict_layers", None) or 1) * key_numbers(config)
+            keys += (getattr(text, "num_nextn_predict_layers", None) or 1) * key_numbers(text)
         each = 2 * keys * getattr(torch, spec.dtype).itemsize
         room = psutil.virtual_memory().available // 2
         arguments |= {"kv_cache_memory_bytes": min(int(each * positions), room), "enforce_eager": True}

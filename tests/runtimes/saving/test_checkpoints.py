@@ -113,11 +113,11 @@ def test_ctrl_c_waits_for_the_checkpoint_being_written(workshop: Workshop, monke
     with TrainingRun(workshop.config(**SETTINGS)) as run:
         step = run._one_step
 
-        def third_is_interrupted() -> None:
+        def third_is_interrupted(state: Any) -> None:
             if run.step == 2:
                 interrupted.set()
                 raise KeyboardInterrupt
-            step()
+            step(state)
 
         monkeypatch.setattr(run, "_one_step", third_is_interrupted)
         with pytest.raises(KeyboardInterrupt):
