@@ -206,6 +206,7 @@ def test_trained_ids_are_the_templates_prompt_and_the_sampled_tokens(
         assert gap < 1e-4, "engine and trainer agree on each token to float32's rounding through all layers"
 
 
+@pytest.mark.soak
 def test_an_exported_checkpoint_is_a_directory_that_transformers_loads_and_continues_as_trained(
     workshop: Workshop, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

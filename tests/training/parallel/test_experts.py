@@ -78,12 +78,18 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_ranks_that_share_experts_give_the_result_of_one_process(mixture: str, size: int, tmp_path: Path) -> None:
     cases = {name: (mixture, layouts) for name, layouts in LAYOUTS[size].items()}
+    task = {"cases": {}, "experts": cases, "folder": str(tmp_path)}
+    assert run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S) == {name: [] for name in cases}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_experts_balance_and_adapt_as_one_process(mixture: str, size: int, tmp_path: Path) -> None:
     balanced = {f"balance under {layout}": (mixture, layout, BALANCE, True) for layout in BALANCED[size]}
     adapted = {f"adapters under {layout}": (mixture, layout) for layout in ADAPTED[size]}
-    task = {"cases": {}, "experts": cases, "stepped": balanced, "folder": str(tmp_path)}
-    task["adapted"] = list(adapted.values())
+    task = {"cases": {}, "stepped": balanced, "adapted": list(adapted.values()), "folder": str(tmp_path)}
     found = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
-    assert found == {name: [] for name in (*cases, *balanced, *adapted)}
+    assert found == {name: [] for name in (*balanced, *adapted)}
 
 
 def test_an_expert_axis_that_divides_no_devices_is_refused_in_one_line() -> None:
