@@ -134,7 +134,6 @@ def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -
     assert stopped.tokens.tolist() == free[:first].tolist() and stopped.finish_reason is FinishReason.STOP
 
 
-@pytest.mark.soak
 def test_a_server_has_the_trainers_weights_after_each_network_update(
     vllm_server: VllmServer,
 ) -> None:
@@ -144,7 +143,6 @@ def test_a_server_has_the_trainers_weights_after_each_network_update(
         asked.runner.run(weights_that_lack_a_tensor_are_refused(subject(asked)))
 
 
-@pytest.mark.soak
 def test_a_server_that_refuses_weights_fails_before_the_trainer_waits(vllm_server: VllmServer) -> None:
     deaf = replace(VLLM, receive=lambda notice, label: [("/no_such_place", notice)])
     with closing(Asked(deaf, vllm_server.url, sending=True)) as asked:
@@ -185,7 +183,6 @@ def test_a_run_with_a_server_trains_like_a_run_without(
     )
 
 
-@pytest.mark.soak
 def test_vllms_server_draws_the_tokens_of_the_embedded_engine(vllm_server: VllmServer) -> None:
     asked = Asked(VLLM, vllm_server.url)
     asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
