@@ -221,10 +221,13 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     # Keys follow the table's order, so that a rule finds what rows above it have made.
     order = {key: number for number, key in enumerate(framework.table)}
     keys = sorted(known | usable, key=lambda key: order.get(key, len(order)))
-    one = Imported(known | usable, frozenset(usable), path.parent)
+    one = Imported(known | usable, path.parent)
     one.flow = one.made["flow"] = framework.flow(one.given)
     outcomes = {key: translate(framework, one, key) for key in keys}
     framework.finish(one)
+    for key, outcome in outcomes.items():
+        if reason := next((one.dropped[made] for made in outcome.text.split(", ") if made in one.dropped), None):
+            outcomes[key] = KeyOutcome(DECIDE, reason)
     for key in given.keys() - usable.keys():
         row = framework.row(key) or {}
         is_needless = not row.keys() & {"to", "rule", "decide"} and "note" in row

@@ -47,8 +47,6 @@ class Imported:
     """A configuration of another framework by its keys, its defaults included, and the keys of Braid made of it."""
 
     given: Mapping[str, Any]
-    written: frozenset[str] = frozenset()
-    """The keys that the configuration has, without defaults."""
     folder: Path = Path()
     """Folder of the configuration, for data files with relative paths."""
     flow: str = "grpo"
@@ -59,6 +57,8 @@ class Imported:
     """Keys of Braid that are made of several keys, by the row of another or at the end."""
     advice: dict[str, str] = field(default_factory=dict)
     """What to decide about keys, in addition to what their own rules return."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Braid's keys that were made, and left out again or changed since other keys exclude them; with the reason."""
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """Return the first value that is set, of several names of one setting."""
@@ -171,10 +171,6 @@ def loss(one: Imported, value: Any, to: str) -> Any:
     return LOSSES[value](one, float(low), float(one.get(f"{ACTOR}.clip_ratio_high", "epsilon_high", default=both)))
 
 
-DUAL_CLIPS = {f"{ACTOR}.clip_ratio_c", "delta", "dual_clip", "eps_clip_c"}
-"""Keys of the dual clip."""
-
-
 def ratio_level(one: Imported, value: Any, to: str) -> Any:
     """Return the loss for TRL's level of the ratio."""
     return loss(one, "gspo", to) if value == "sequence" else None if value == "token" else Decide("token or sequence")
@@ -182,15 +178,19 @@ def ratio_level(one: Imported, value: Any, to: str) -> Any:
 
 def loss_alone(one: Imported) -> None:
     """Leave the settings of the recipe's own loss out where another loss is named."""
-    if isinstance(named := one.made.get("algorithm.loss"), dict):
-        for name in ("clip_low", "clip_high", "dual_clip"):
-            one.made.pop(f"algorithm.{name}", None)
-        for key in one.written & DUAL_CLIPS:
-            one.advice[key] = f"the loss {named['name']} has no dual clip"
-        if named["name"] in OVER_ROWS:
-            if "importance_sampling_level" in one.written and one.get("loss_type", default="grpo") != "grpo":
-                one.advice["loss_type"] = f"{named['name']} averages over rows: aggregate is seq-mean-token-mean"
-            one.made["algorithm.aggregate"] = "seq-mean-token-mean"
+    if not isinstance(named := one.made.get("algorithm.loss"), dict):
+        return
+    # Losses with bounds have taken them over.
+    lost = ("dual_clip",) if named.keys() & {"low", "high", "delta"} else ("clip_low", "clip_high", "dual_clip")
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        one.made.pop(f"algorithm.{name}", None)
+    for name in lost:
+        one.dropped[f"algorithm.{name}"] = f"the loss {named['name']} has no {name}"
+    if named["name"] in OVER_ROWS:
+        over_rows = "seq-mean-token-mean"
+        if one.made.get("algorithm.aggregate", over_rows) != over_rows:
+            one.dropped["algorithm.aggregate"] = f"{named['name']} averages over rows: aggregate is {over_rows}"
+        one.made["algorithm.aggregate"] = over_rows
 
 
 def aggregate(one: Imported, value: Any, to: str) -> Any:

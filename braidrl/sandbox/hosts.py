@@ -136,7 +136,7 @@ class HostSession:
 
 @dataclass(frozen=True)
 class HostedCode:
-    """What a process of untrusted code imports, and what its sessions may use.
+    """A description of a process of untrusted code: what it imports, and what its sessions may use.
 
     `entry` is the `module:function`, called with `arguments`, that returns an `answers.Answerer`; `key` is the section
     of `settings` in the configuration.

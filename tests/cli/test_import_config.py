@@ -242,6 +242,22 @@ def test_the_overlong_buffer_keeps_its_meaning_under_its_old_names_too(on: str, 
     assert outcomes["reward_model.overlong_buffer.len"].kind == (TRANSLATED if tokens else WITHOUT)
 
 
+@pytest.mark.parametrize(
+    ("mode", "lost"), [("gpg", {"clip_ratio_high", "clip_ratio_c"}), ("gspo", {"clip_ratio_c", "loss_agg_mode"})]
+)
+def test_settings_that_the_imported_loss_does_not_have_are_to_decide(mode: str, lost: set[str], tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    given = f"{actor}.policy_loss.loss_mode={mode} {actor}.loss_agg_mode=token-mean {actor}.clip_ratio_c=5.0"
+    (tmp_path / "run.sh").write_text(VERL_DAPO.replace("trainer.nnodes=16", given))
+    _, outcomes = import_config(tmp_path / "run.sh")
+    decided = {
+        key.rpartition(".")[2]
+        for key, one in outcomes.items()
+        if one.kind == DECIDE and ("the loss" in one.text or "averages" in one.text)
+    }
+    assert decided == lost
+
+
 TRL_SCRIPT = """
 from datasets import load_dataset
 from peft import LoraConfig

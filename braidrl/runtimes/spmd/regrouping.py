@@ -34,7 +34,7 @@ Changing = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Undo:
-    """What undoes the training of a step: the run's state before it, and the tensors that it changes."""
+    """The means to undo the training of a step: the run's state before it, and the tensors that it changes."""
 
     state: RunState
     tensors: Changing
