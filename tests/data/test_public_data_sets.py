@@ -33,8 +33,8 @@ from braidrl.observe.rollouts import rollout_path
 from braidrl.rewards.math_equivalence import equivalent
 from braidrl.rewards.verify import responses
 from tests.agents.chat import STYLES
-from tests.reports.cases import FOLDER, byte_tokenizer, llama, needs_cases, qwen
-from tests.reports.cases import PLAIN as PLAIN_TEMPLATE
+from tests.data.shared_cases import FOLDER, byte_tokenizer, llama, needs_cases, qwen
+from tests.data.shared_cases import PLAIN as PLAIN_TEMPLATE
 from tests.tiny import Workshop
 
 Write = Callable[..., Path]
