@@ -31,6 +31,7 @@ from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
 from braidrl.training.loading import load_tokenizer
+from braidrl.training.memory.footprint import Shape
 from braidrl.training.role_settings import USUAL_TOKENS
 
 
@@ -138,6 +139,15 @@ def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]
         yield "verdict: not on this machine, see `here the run would end`"
 
 
+def parameters_of(shape: Shape) -> str:
+    """Return the number of a model's parameters in words, and of a mixture those that a token uses."""
+    every, active = (
+        f"{number / 1e9:,.3f}B" if number >= 5e7 else f"{number / 1e6:,.3f}M"
+        for number in (shape.parameters, shape.parameters - shape.idle)
+    )
+    return f"{every} parameters" + f", {active} active" * bool(shape.idle)
+
+
 def show(
     prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], chosen: Sequence[str], console: Console
 ) -> None:
@@ -149,7 +159,7 @@ def show(
         table = Table("role", "part", "memory", title=title, title_justify="left")
         table.columns[2].justify = "right"
         for one in footprints:
-            name = f"{one.use.role}: {one.shape.name}, {one.shape.parameters / 1e9:,.3f}B parameters"
+            name = f"{one.use.role}: {one.shape.name}, {parameters_of(one.shape)}"
             for part, size in {**one.resident, **one.working}.items():
                 table.add_row(name, part, in_units(size))
                 name = ""

@@ -256,7 +256,7 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the greatest absolute difference of two lists of tensors; infinity for NaN."""
-    found = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))
+    found = max(float((a - b).detach().abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))
     return found if found == found else float("inf")
 
 

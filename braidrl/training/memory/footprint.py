@@ -28,7 +28,15 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.training.compute.attention import ATTENTION, AttentionContext, PackedSequences, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
 from braidrl.training.compute.slots import PrefillSequences
-from braidrl.training.decoders.body import PACKED, body_of, parts_beside_text, plan_of_model, run_body, use_plan
+from braidrl.training.decoders.body import (
+    PACKED,
+    ForwardPlan,
+    body_of,
+    parts_beside_text,
+    plan_of_model,
+    run_body,
+    use_plan,
+)
 from braidrl.training.decoders.proof import FAILURES, proven_plan
 from braidrl.training.decoders.shrink import CHOSEN, HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.loading import read_model_config
@@ -117,6 +125,8 @@ class Shape:
     """Experts of a token in a layer."""
     tower: int = 0
     """Parameters that no text reaches: those of a vision tower, which tensor parallelism replicates."""
+    is_uniform: bool = True
+    """All layers save the same bytes for the backward pass, so that counting two of them is enough."""
 
     @property
     def element_bytes(self) -> int:
@@ -156,11 +166,14 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                         copied += (product.lora_B if style in ROWS else product.lora_A)[NAME].weight.numel()
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
-        every, of_layers = (sum(parameter.numel() for parameter in m.parameters()) for m in (model, layers))
-        # The first layers of some mixtures are dense.
-        shape = Shape(type(model).__name__, config, every, of_layers // len(layers), dtype, trained, copied, four_bit)
-        tower = sum(parameter.numel() for parameter in parts_beside_text(model))
-        MEASURED[key] = replace(shape, **expert_sizes(model), tower=tower)
+        every, tower = (sum(p.numel() for p in found) for found in (model.parameters(), parts_beside_text(model)))
+        # Some layers of some mixtures are dense.
+        by_layer = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+        each = sum(by_layer) // len(layers)
+        shape = Shape(type(model).__name__, config, every, each, dtype, trained, copied, four_bit, tower=tower)
+        kinds = set(own_setting(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
+        is_uniform = config.model_type in UNIFORM and not kinds and len(set(by_layer)) == 1
+        MEASURED[key] = replace(shape, **expert_sizes(model), is_uniform=is_uniform)
     return MEASURED[key]
 
 
@@ -331,8 +344,7 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
     """
     share, layers = -(-tokens // (layout.token_ranks * layout.tensor)), shape.sizes.num_hidden_layers
     inputs = share * shape.sizes.hidden_size * shape.element_bytes
-    kinds = set(own_setting(shape.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds or shape.config.model_type not in UNIFORM:
+    if not shape.is_uniform:
         # Layers differ by more than attention windows: count all of them on one device.
         # Without a count, estimate a layer that saves its scores.
         layer, saved = 34 * shape.sizes.hidden_size + 2 * shape.sizes.num_attention_heads * share, saved_by_all(shape)
@@ -347,9 +359,8 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
 def saved_by_all(shape: Shape) -> float | None:
     """Count the bytes per token that all layers save; None if the model's attention does not run on the meta device."""
     plan, model = proven_plan(shape.config, shape.name), on_meta(shape.config, shape.dtype)
-    use_plan(model, plan if not plan.by_rows else PACKED)
     try:
-        return kept_bytes(model, COUNTED) / COUNTED
+        return kept_bytes(model, COUNTED, plan if not plan.by_rows else PACKED) / COUNTED
     except FAILURES:
         return None
 
@@ -370,8 +381,9 @@ def saved_by_layers(shape: Shape, layers: int, tensor: int) -> float:
     return kept_bytes(model, COUNTED * tensor) / COUNTED
 
 
-def kept_bytes(model: Any, tokens: int) -> int:
+def kept_bytes(model: Any, tokens: int, plan: ForwardPlan = PACKED) -> int:
     """Count the bytes that autograd saves in a forward pass on the meta device, without parameters."""
+    use_plan(model, plan)
     storages = {p.untyped_storage()._cdata for p in model.parameters()}
     # Keep them alive, so that no address is reused.
     kept: dict[int, Tensor] = {}

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, DeepseekV3Config
+from transformers import DeepseekV3Config
 
 from braidrl.config import TrainerConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.compute.slots import SlotCache
-from braidrl.training.decoders.body import PACKED, use_plan
-from braidrl.training.decoders.shrink import shrink_config
 from braidrl.training.loading import load_decoder
-from braidrl.training.memory import footprint
 from braidrl.training.memory.footprint import (
     activation_bytes,
     cache_bytes,
@@ -129,12 +126,20 @@ def test_counted_memory_is_sharded_by_the_layouts_axes(tiny_models: dict[str, Pa
     assert alone / 2 < divided < alone
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_of_experts_are_counted_in_every_dtype(dtype: torch.dtype) -> None:
-    model = footprint.on_meta(shrink_config(AutoConfig.for_model("qwen3_moe", decoder_sparse_step=1)), dtype)
-    use_plan(model, PACKED)
-    small, large = (footprint.kept_bytes(model, tokens) for tokens in (64, 128))
-    assert small < large < 2.5 * small
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_activations_of_experts_are_counted_in_every_dtype_and_for_dense_layers_among_them(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    def counted(name: str, **settings: Any) -> int:
+        MIXTURE.__class__(**{**MIXTURE.to_dict(), "num_hidden_layers": 4, **settings}).save_pretrained(tmp_path / name)
+        return activation_bytes(model_shape(tmp_path / name, dtype), TOKENS, False)
+
+    every, half, one = (
+        counted("every"),
+        counted("half", decoder_sparse_step=2),
+        counted("one", mlp_only_layers=[1, 2, 3]),
+    )
+    assert half - one == pytest.approx((every - one) / 3, rel=1e-3) != 0
 
 
 def test_ranks_of_the_expert_axis_hold_their_experts_alone(tmp_path: Path) -> None:
