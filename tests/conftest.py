@@ -58,7 +58,7 @@ ON_RAY = tuple(
         "runtimes/test_session.py",
     )
 )
-settings.register_profile("suite", deadline=None, max_examples=35)
+settings.register_profile("suite", deadline=None, max_examples=20)
 settings.load_profile("suite")
 
 

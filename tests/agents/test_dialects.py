@@ -22,6 +22,7 @@ from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from tests.agents.chat import Script, make_chat_tokenizer, turn_template
 from tests.agents.test_turns import engine_parts
+from tests.cases import soak_but
 from tests.engines.served import vllm_python
 
 CALL = '<tool_call>{{"name": "look", "arguments": {{"at": {}}}}}</tool_call>'
@@ -130,7 +131,7 @@ DRIVERS = {
 }
 
 
-@pytest.mark.parametrize("style", ["chatml", "thinking"])
+@pytest.mark.parametrize("style", soak_but(["chatml"], ["chatml", "thinking"]))
 def test_one_conversation_has_the_same_tokens_and_row_in_every_dialect(style: str) -> None:
     tokenizer, model = engine_parts(style)
     template = turn_template(tokenizer)

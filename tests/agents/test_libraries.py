@@ -181,6 +181,7 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
     assert "Guess the number between 1 and 10" in text and ("higher" in text or "lower" in text or "right" in text)
 
 
+@pytest.mark.soak
 def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp_path: Path) -> None:
     if not VERIFIERS.parents[1].joinpath("installed").exists():
         pytest.skip("make environments has not installed verifiers")

@@ -25,6 +25,7 @@ from braidrl.training.compute.attention import ATTENTION
 from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.compute.packed import pack
 from tests.agents.chat import STYLES, Recorder, Script, make_chat_tokenizer, make_rows, turn_template
+from tests.cases import soak_but
 from tests.engines.tiny import SIZES
 
 LIMIT = 400
@@ -79,8 +80,8 @@ observations = st.one_of(
 )
 
 
-@pytest.mark.parametrize("style", [*STYLES, None])
-@settings(max_examples=6)
+@pytest.mark.parametrize("style", soak_but(["chatml", None], [*STYLES, None]))
+@settings(max_examples=4)
 @given(st.lists(st.lists(observations, max_size=4), min_size=1, max_size=4))
 def test_a_row_holds_exactly_the_engines_tokens_with_trainings_log_probs(
     style: str | None, histories: list[list[Observation]]

@@ -101,7 +101,7 @@ def partitions(draw: st.DrawFn, units: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("aggregation", list(built_in(aggregations)))
 @pytest.mark.parametrize("name", list(built_in(losses)))
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_loss_and_gradient_are_the_same_for_any_packing_and_any_micro_batches(
     name: str, aggregation: str, data: st.DataObject

@@ -31,6 +31,7 @@ from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
 from tests.attacks.test_verifiers import MARK, has_walls, nothing_is_left  # noqa: F401 (a fixture of every test)
+from tests.cases import soak_but
 from tests.tiny import Workshop, braid
 
 pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
@@ -320,7 +321,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", soak_but(["plays in process", "raises"], RUNS))
 def test_a_run_succeeds_with_an_environment_and_fails_if_all_trajectories_fail(workshop: Workshop, kind: str) -> None:
     mode, body, code = RUNS[kind]
     (workshop.folder / "plain.py").write_text(ENVIRONMENT.format(body))

@@ -21,6 +21,7 @@ from braidrl.native import building
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 from tests.attacks.harness import WALLS, in_home, lost, made, needs_walls, refused
+from tests.cases import soak_but
 
 pytestmark = needs_walls
 WRITES = {
@@ -98,6 +99,7 @@ CONNECTS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", WALLS)
 @pytest.mark.parametrize("folder", ["/run", "/var/tmp", "/tmp", "/var/lib"])
 def test_sockets_of_the_system_are_not_there(folder: str, mode: str) -> None:
@@ -147,7 +149,7 @@ CHANGES: dict[str, Callable[[Path, str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", soak_but(["replaced"], CHANGES))
 def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path, change: str) -> None:
     code, other = tmp_path / "mine.py", tmp_path / "beside.py"
     other.write_text("SCORE = 0.25\n")

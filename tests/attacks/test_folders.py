@@ -20,6 +20,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint, run_config
+from tests.cases import soak_but
 from tests.tiny import Workshop, braid, wait_for_steps, weights_of, write_jsonl
 
 TRAINER = {"steps": 3, "checkpoint_every": 1}
@@ -40,7 +41,7 @@ def between_steps(run: TrainingRun, step: int, change: Callable[[], Any]) -> Non
 LOST = {"the folder": "", "its tokenizer": "*token*", "its configuration": "config.json"}
 
 
-@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("lost", soak_but(["the folder"], LOST))
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_models_folder_may_vanish_during_a_run(workshop: Workshop, lost: str, in_background: bool) -> None:
     model = workshop.folder / "model"
@@ -68,7 +69,7 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", soak_but(["replaced"], FOLDERS))
 def test_a_runs_folder_that_vanishes_is_made_again_and_the_run_resumes(workshop: Workshop, kind: str) -> None:
     whole = workshop.run("whole", trainer=TRAINER)
     with TrainingRun(workshop.config(trainer=TRAINER)) as run:
@@ -141,6 +142,7 @@ CHANGES: dict[str, tuple[str, str, Callable[[str], str]]] = {
 }
 
 
+@pytest.mark.soak
 def test_what_changed_before_a_resume_is_named_and_may_be_accepted(workshop: Workshop) -> None:
     """A changed file keeps its time, and often its size."""
     shutil.copytree(workshop.model, workshop.folder / "model")

@@ -91,6 +91,7 @@ SKIPPED: dict[str, tuple[Callable[[int], bool], int]] = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", SKIPPED)
 def test_consecutive_skipped_updates_end_the_run_and_keep_good_weights(
     workshop: Workshop, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -96,6 +96,7 @@ def test_an_attack_fails_its_own_row_and_no_other_answer(attack: str, monkeypatc
     assert (first.correct, second.correct, wrong.correct) == (True, True, False)
 
 
+@pytest.mark.soak
 def test_many_processes_may_not_take_more_memory_than_one() -> None:
     first, found, second = outcomes(
         ["ok", "takes_it_in_many_processes", "ok"], RewardConfig(timeout_s=30, memory_gib=0.75)

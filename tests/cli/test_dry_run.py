@@ -19,6 +19,7 @@ from braidrl.cli.dry_run import dry_run
 from braidrl.config import Config, load_config
 from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import RoleUse, peak
+from tests.cases import soak_but
 from tests.tiny import ROOT, TOKENIZER, Workshop
 
 
@@ -183,7 +184,7 @@ def write_qwen(folder: Path, name: str) -> Path:
     return model
 
 
-@pytest.mark.parametrize("name", list(QWEN))
+@pytest.mark.parametrize("name", soak_but(["7b"], QWEN))
 def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> None:
     model = write_qwen(workshop.folder, name)
     files = [f"data.train={workshop.data}", f"data.eval.aime={workshop.data}", f"model={model}"]
@@ -207,10 +208,10 @@ FULL = {name: value for name, value in SMALL.items() if name != "lora"}
     ("trainer", "gib"),
     [
         (SMALL, 8.53),
-        ({**SMALL, "lora": {"rank": 16}}, 17.26),
+        pytest.param({**SMALL, "lora": {"rank": 16}}, 17.26, marks=pytest.mark.soak),
         pytest.param({**SMALL, "optimizer": "adamw"}, 8.75, marks=pytest.mark.soak),
         pytest.param(FULL, 87.96, marks=pytest.mark.soak),
-        ({**FULL, "optimizer": "adamw"}, 130.29),
+        pytest.param({**FULL, "optimizer": "adamw"}, 130.29, marks=pytest.mark.soak),
     ],
     ids=["all of them", "without 4 bits", "without 8 bits", "without adapters", "without any"],
 )
@@ -254,9 +255,9 @@ def chosen(config: Config) -> str:
     [
         (80, {}, {}, "rollout.slots=688, trainer.max_tokens_per_device=65536"),
         pytest.param(24, {}, {}, "rollout.slots=80, trainer.max_tokens_per_device=15360", marks=pytest.mark.soak),
-        (80, {"slots": 5}, {}, "trainer.max_tokens_per_device=65536"),
+        pytest.param(80, {"slots": 5}, {}, "trainer.max_tokens_per_device=65536", marks=pytest.mark.soak),
         pytest.param(80, {}, {"max_tokens_per_device": 7000}, "rollout.slots=688", marks=pytest.mark.soak),
-        (80, {"slots": 5}, {"max_tokens_per_device": 7000}, ""),
+        pytest.param(80, {"slots": 5}, {"max_tokens_per_device": 7000}, "", marks=pytest.mark.soak),
         (
             80,
             {"engine": "vllm"},
@@ -290,6 +291,7 @@ def test_rows_longer_than_usual_need_no_setting_where_memory_decides(workshop: W
     assert "trainer.max_tokens_per_device=" in chosen(config)
 
 
+@pytest.mark.soak
 def test_a_vllm_memory_share_that_training_needs_is_refused(workshop: Workshop, device: Any) -> None:
     def asking(devices: int, mib: int, **rollout: Any) -> None:
         device(devices, mib / 1024)

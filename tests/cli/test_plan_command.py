@@ -278,6 +278,7 @@ def test_least_squares_is_optimal_among_nonnegative_costs(data: st.DataObject) -
     assert float(((a @ x - b) ** 2).sum()) <= least + 1e-6
 
 
+@pytest.mark.soak
 def test_a_calibrated_run_is_predicted_as_it_was(workshop: Workshop) -> None:
     run = workshop.run(trainer={"steps": 6})
     rates = workshop.folder / "rates.yaml"
@@ -328,6 +329,7 @@ def test_a_file_of_rates_that_is_none_is_refused_with_its_reason(tmp_path: Path,
         read_rates(path)
 
 
+@pytest.mark.soak
 def test_a_stage_without_a_price_asks_for_its_seconds(workshop: Workshop) -> None:
     config = workshop.config(**ENVIRONMENT)
     with pytest.raises(UserError, match=r"actor.generate plays in an environment.*--seconds actor.generate=2.5"):

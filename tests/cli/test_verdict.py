@@ -32,7 +32,7 @@ def test_a_tiny_model_fits_on_this_machine(workshop: Workshop) -> None:
     ("gib", "sections", "says"),
     [
         (80, {"trainer": {"lora": {}, "activation_checkpointing": True}}, "verdict: fits, "),
-        (24, {"trainer": {"max_tokens_per_device": 4096}}, "AdamW moments"),
+        pytest.param(24, {"trainer": {"max_tokens_per_device": 4096}}, "AdamW moments", marks=pytest.mark.soak),
         (24, {"trainer": {"max_tokens_per_device": 4096}}, "trainer.layout={shard: full}"),
         (24, {"rollout": {"slots": 60_000}, "trainer": {"lora": {}}}, "lower rollout.slots"),
     ],

@@ -28,6 +28,7 @@ assert time.monotonic() - begin < 30, "torch waited, and heard no signal"
 """
 
 
+@pytest.mark.soak
 def test_without_loopback_or_shared_memory_a_run_reports_it_or_uses_the_disk(tmp_path: Path) -> None:
     place = tmp_path / "shared"
     place.mkdir()

@@ -131,6 +131,7 @@ TABLES: list[tuple[int, list[Pool], list[str]]] = [
 FIRST_TABLE = [TABLES[0], *(pytest.param(*table, marks=pytest.mark.soak) for table in TABLES[1:])]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("devices", "pools", "seen"), FIRST_TABLE)
 def test_processes_of_this_machine_report_the_devices_that_they_were_given(
     monkeypatch: pytest.MonkeyPatch, devices: int, pools: list[Pool], seen: list[str]
@@ -160,6 +161,7 @@ def test_ranks_that_torchrun_starts_report_the_devices_that_they_take(tmp_path: 
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
+@pytest.mark.soak
 def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     invent(monkeypatch, 2)
     assert run_ranks("tests.cluster.ranks:devices", {}, 2, 200.0, LocalLauncher("cuda")) == ["0", "1"]

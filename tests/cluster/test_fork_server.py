@@ -58,12 +58,14 @@ def test_copy_that_starts_engines_forks_its_own_server() -> None:
     assert (copy["next"]["modules"], copy["next"]["holds"]) == (["told_apart", "json.tool"], False)
 
 
+@pytest.mark.soak
 def test_a_command_that_has_threads_is_not_copied() -> None:
     made, _, copy = run("threading.Thread(target=threading.Event().wait, daemon=True).start()")
     assert not made
     assert copy["modules"] == [] and copy["collects"]
 
 
+@pytest.mark.soak
 def test_a_stream_of_the_command_writes_into_no_socket_of_a_copy() -> None:
     made, _, received = run("sys.modules['log'] = open(os.devnull, 'w')", does="overheard")
     assert made and received == 0

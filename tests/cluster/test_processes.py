@@ -114,6 +114,7 @@ def test_a_function_that_is_not_there_is_named() -> None:
         run_ranks("tests.cluster.ranks:no_such_function", {}, 1, 200.0)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "number",
     [*(pytest.param(mild, marks=pytest.mark.soak) for mild in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],

@@ -23,6 +23,7 @@ def ray_ranks() -> RayLauncher:
     return RayLauncher(ClusterConfig(start_limit_s=120), "cpu")
 
 
+@pytest.mark.soak
 def test_ranks_on_ray_give_the_result_of_eager(workshop: Workshop, ray_cluster: None) -> None:
     sections = {"dtype": "float64", "trainer": {"rows_per_update": 8, "checkpoint_every": 1}}
     ranks = {"runtime": "distributed", "workers": 2, "cluster": {"launcher": "ray"}}

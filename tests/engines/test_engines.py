@@ -63,6 +63,7 @@ def test_engines_keep_the_contract(name: str, check: Callable[[EngineUnderTest],
     asyncio.run(check(subject(ENGINES[name])))  # type: ignore[arg-type]
 
 
+@pytest.mark.soak
 def test_four_replicas_draw_the_tokens_of_one_in_any_order() -> None:
     wanted = requests(subject(replica), 60, tokens=10)
 

@@ -33,6 +33,7 @@ from braidrl.training.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
 from braidrl.training.optimizer_contract import OptimizerUnderTest
 from braidrl.weights.publisher import ModelWeights
 from braidrl.weights.transport_contract import CHECKS as TRANSPORT_CHECKS
+from tests.cases import soak_but
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
 from tests.examples.test_documentation import section
 from tests.tiny import ROOT, Workshop, load_module, recorded, weights_of
@@ -156,7 +157,7 @@ def test_the_engine_keeps_the_contract(
 
 
 @pytest.mark.parametrize(
-    ("runtime", "engines"), [("eager", None), pytest.param("eager", 1, marks=pytest.mark.soak), ("streaming", None)]
+    ("runtime", "engines"), soak_but([("streaming", None)], [("eager", None), ("eager", 1), ("streaming", None)])
 )
 def test_a_run_on_the_engine_equals_a_run_on_the_embedded_engine(
     workshop: Workshop, runtime: str, engines: int | None
@@ -192,6 +193,7 @@ def test_the_backend_keeps_the_contract(
     check(subject)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "rollout", [pytest.param({}, marks=pytest.mark.soak), {"engine": ENGINE}], ids=["embedded", "own engine"]
 )
@@ -226,6 +228,7 @@ def test_the_transport_keeps_the_contract(name: str, check: Callable[[str], None
     check(name)
 
 
+@pytest.mark.soak
 def test_a_run_with_the_transport_equals_one_with_the_process_group(workshop: Workshop) -> None:
     common: dict[str, Any] = {"algorithm": {"old": "rollout"}, "trainer": {"learning_rate": 3e-3}}
     ours, mine = (

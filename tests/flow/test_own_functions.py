@@ -120,6 +120,7 @@ def test_file_in_the_current_folder_is_found(tmp_path, monkeypatch):
     assert from_yaml(YAML.format(place="median_c.py", name="median_c"))["median_c"].params == {"floor": 0.5}
 
 
+@pytest.mark.soak
 def test_another_process_finds_the_functions_of_a_flow_made_in_python(tmp_path):
     path = own_file(tmp_path, "median_d")
     (tmp_path / "flow.yaml").write_text(YAML.format(place=path, name="median_d"))

@@ -91,6 +91,7 @@ def settings(shop: Workshop, **sections: Any) -> dict[str, Any]:
     return merged({**GRPO, "data": data, "reward": {"verify": f"{shop.folder}/even.py:is_even"}}, sections)
 
 
+@pytest.mark.soak
 def test_a_replay_of_recorded_rows_with_images_gives_the_runs_weights(seeing: Workshop) -> None:
     made = seeing.run("made", **settings(seeing))
     assert all(len(spans) == 1 for spans in recorded(made, 1)["images"].values)

@@ -126,8 +126,7 @@ def assert_same(found: Result, expected: Result) -> None:
 @pytest.mark.parametrize(
     ("name", "objective"),
     [
-        # Every objective on one model, and every model with one objective.
-        pytest.param(name, objective, marks=() if objective == "grpo" or name == "qwen2" else pytest.mark.soak)
+        pytest.param(name, objective, marks=() if name == "qwen2" else pytest.mark.soak)
         for name in MODELS
         for objective in OBJECTIVES
     ],

@@ -16,6 +16,7 @@ import yaml
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path
 from braidrl.runtimes.run import TrainingRun
+from tests.cases import soak_but
 from tests.invariants.traces import EVERY_STEP, Step, assert_same, assert_same_weights, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.spmd.ranks import run_in_ranks
@@ -131,7 +132,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, P
 
 @pytest.mark.parametrize(
     ("flow", "placement", "workers"),
-    [pytest.param(*case, marks=() if case[0] in SOON else pytest.mark.soak) for case in FEW],
+    soak_but([("ppo", "split", 2), ("two actors", "standalone", 1)], FEW),
 )
 def test_hybrid_gives_the_result_of_eager(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int

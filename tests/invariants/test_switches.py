@@ -21,6 +21,7 @@ FLOW: dict[str, Any] = {"flow": "grpo", "algorithm": {"old": "recompute"}, "roll
 FAST = {"share_prompts": True, "compile": True}
 
 
+@pytest.mark.soak
 def test_a_run_with_shared_prompts_is_the_run_without(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = {"prompts_per_step": 4, "rows_per_update": 8, "max_tokens_per_device": 64, "learning_rate": 3e-3}
     apart = run(workshop, "apart", **FLOW, trainer=trainer)

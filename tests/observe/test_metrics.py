@@ -71,6 +71,7 @@ def test_incomplete_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None
     assert read_metrics(path) == [metrics_of(1), metrics_of(2)]
 
 
+@pytest.mark.soak
 def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal\n"

@@ -88,10 +88,10 @@ def brute_force(asked: Problem) -> float:
     [
         pytest.param(1, 2, 2, 12 * MIB, marks=pytest.mark.soak),
         (2, 2, 1, 80 * GIB),
-        (2, 2, 1, 6 * MIB),
+        pytest.param(2, 2, 1, 6 * MIB, marks=pytest.mark.soak),
         pytest.param(2, 2, 1, 4 * MIB, marks=pytest.mark.soak),
         pytest.param(2, 8, 1, 80 * GIB, marks=pytest.mark.soak),
-        (2, 8, 1, 4 * MIB),
+        pytest.param(2, 8, 1, 4 * MIB, marks=pytest.mark.soak),
     ],
 )
 def test_search_finds_the_optimum_of_brute_force(
@@ -160,6 +160,7 @@ def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_fits
         Search(asked).hybrid()
 
 
+@pytest.mark.soak
 def test_models_that_fit_on_no_number_of_devices_are_refused_in_a_line(tmp_path: Path) -> None:
     """Layouts for thousands of nodes are tried up to the most processes of a run, and no further."""
     asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(64, 8, 1))

@@ -174,6 +174,7 @@ def test_the_other_runtimes_train_every_row_once(work: AnyWorkload, runtime: Run
     account(work, simulate(runtime, work))
 
 
+@pytest.mark.soak
 @given(workloads())
 def test_all_runtimes_train_equal_groups_per_iteration_on_policy(work: AnyWorkload) -> None:
     if work.sizes.max_staleness == 0:

@@ -173,6 +173,7 @@ with RewardPool(RewardConfig(processes=2, timeout_s=600)) as pool:
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent):
     """The script has no `if __name__ == "__main__"`: it must run once all the same."""

@@ -15,6 +15,7 @@ import pytest
 
 from braidrl.cluster.watchdog import FrozenWatch, descendants, has_ended, name_of
 from braidrl.observe.stalls import ENOUGH, WORK
+from tests.cases import soak_but
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 SILENCE_S = 3.0
@@ -42,8 +43,6 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "dashboard agent": ({"runtime": "hybrid", "workers": 2}, "ray::DashboardA", False),
     "gcs": ({"runtime": "hybrid", "workers": 2}, "gcs_server", False),
 }
-SOON = ("streaming trainer", "rank 1")
-"""Cases of `make test`; the others are soak tests."""
 
 
 def stop(run: subprocess.Popen[str], name: str) -> int:
@@ -66,7 +65,7 @@ def still_there(processes: list[int]) -> list[str]:
     return [name_of(each) for each in left]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in SOON else pytest.mark.soak) for k in KINDS])
+@pytest.mark.parametrize("kind", soak_but(["rank 1"], KINDS))
 def test_stopped_process_is_named_and_run_continues_or_ends(workshop: Workshop, kind: str) -> None:
     settings, name, goes_on = KINDS[kind]
     config = workshop.config_file(cluster={"silence_s": SILENCE_S}, trackers=[], trainer={"steps": 100_000}, **settings)
@@ -111,6 +110,7 @@ def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> Non
     assert metrics_agree(workshop.folder / "run", undisturbed)
 
 
+@pytest.mark.soak
 def test_the_main_program_reports_its_own_stalled_work(tmp_path: Path) -> None:
     said: list[str] = []
     for _ in range(ENOUGH):

@@ -44,6 +44,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_generation_layout_equals_single_process(workshop: Workshop, wide: Path) -> None:
     workshop.model = wide
     ranks = {"runtime": "distributed", "workers": 2}

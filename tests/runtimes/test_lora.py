@@ -83,6 +83,7 @@ def test_lora_rollouts_use_merged_weights_and_resume_exactly(workshop: Workshop)
     assert metrics_without_times(stopped) == metrics_without_times(whole)
 
 
+@pytest.mark.soak
 def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(workshop: Workshop) -> None:
     trainer = {**TRAINER, "steps": 2, "checkpoint_every": 1}
     flow = {"flow": str(ROOT / "tests" / "runtimes" / "two_policies.yaml"), "trainer": trainer}

@@ -29,6 +29,7 @@ def runtime(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"runtime": request.param, **RUNTIMES.get(request.param, {"workers": 2})}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "runtime", ["eager", pytest.param("distributed", marks=pytest.mark.soak), "streaming", "hybrid"], indirect=True
 )

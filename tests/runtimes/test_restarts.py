@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from braidrl.cluster.watchdog import descendants, name_of
+from tests.cases import soak_but
 from tests.runtimes.streaming.test_on_ray import RayNodes
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
@@ -34,9 +35,7 @@ def kill(run: int, victim: str, known: list[int]) -> int:
     raise AssertionError(f"no {victim}")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.soak if "ray" in str(CASES[case]) else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", soak_but(["distributed"], CASES))
 def test_a_lost_process_is_replaced_without_user_action(workshop: Workshop, case: str) -> None:
     settings, victim, moments = CASES[case]
     trainer = {"steps": 14, "checkpoint_every": 2, "deterministic": True}

@@ -22,6 +22,7 @@ from braidrl.errors import UserError
 from braidrl.flow import actor, advantage, loss, select
 from braidrl.runtimes.session import Session
 from braidrl.training.compute.packed import pack
+from tests.cases import soak_but
 from tests.invariants.traces import assert_same_weights, merged
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, TOKENIZER, Workshop, load_module, weights_of
@@ -73,7 +74,9 @@ def grpo_by_hand(config: Config, folder: Path, old: bool = True) -> list[dict[st
 
 
 @pytest.mark.parametrize(
-    ("runtime", "old"), [("eager", True), ("hybrid", True), ("hybrid", False)], ids=["eager", "hybrid", "old by itself"]
+    ("runtime", "old"),
+    soak_but([("eager", True)], [("eager", True), ("hybrid", True), ("hybrid", False)]),
+    ids=["eager", "hybrid", "old by itself"],
 )
 def test_a_loop_by_hand_trains_as_the_recipe_does(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str, old: bool
@@ -273,7 +276,12 @@ def write_scorer(folder: Path, decoder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("algorithm", "more"),
-    [("ppo", {}), ("remax", {}), ("safe_rlhf", {}), ("safe_rlhf", {"runtime": "hybrid", "placement": "split"})],
+    [
+        ("ppo", {}),
+        pytest.param("remax", {}, marks=pytest.mark.soak),
+        pytest.param("safe_rlhf", {}, marks=pytest.mark.soak),
+        ("safe_rlhf", {"runtime": "hybrid", "placement": "split"}),
+    ],
 )
 def test_each_loop_of_the_example_trains_as_its_recipe_does(
     workshop: Workshop, warm_cluster: WarmCluster, algorithm: str, more: dict[str, Any]
@@ -296,6 +304,7 @@ def loop_on_a_rank(world: World, task: dict[str, Any]) -> int:
     return len(rows[-1])
 
 
+@pytest.mark.soak
 def test_ranks_run_the_loop_together(workshop: Workshop) -> None:
     sections = of_recipe("ppo", workshop)
     recipe = workshop.run("recipe", **sections)

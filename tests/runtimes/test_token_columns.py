@@ -96,6 +96,7 @@ def test_workers_of_a_driver_train_on_the_same_column(
     assert metrics_agree(eager, run) and same_columns(eager, run, 2)
 
 
+@pytest.mark.soak
 def test_ranks_exchange_the_column_with_their_rows(workshop: Workshop, eager: Path) -> None:
     tree = workshop.tree("distributed", **SECTIONS, runtime="distributed", workers=2)
     run_in_ranks([tree], 2)
@@ -122,6 +123,7 @@ def test_recorded_rows_train_again_on_their_column(workshop: Workshop, eager: Pa
     assert torch.equal(recorded(again, 1)[COLUMN].values, recorded(eager, 1)[COLUMN].values)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("before", "after"), [pytest.param("eager", "streaming", marks=pytest.mark.soak), ("streaming", "eager")]
 )

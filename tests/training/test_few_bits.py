@@ -72,6 +72,7 @@ def test_a_gated_layer_decodes_each_quantised_weight_once(workshop: Workshop, mo
     assert len(decoded) == len(set(decoded)) == 3
 
 
+@pytest.mark.soak
 def test_quantized_rollouts_use_trained_weights_and_runs_resume_exactly(workshop: Workshop) -> None:
     sections: dict[str, Any] = {
         "algorithm": {"old": "recompute"},

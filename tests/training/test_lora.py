@@ -258,6 +258,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
     assert moved == adapters < 0.5 * sum(tensor.nbytes for tensor in wanted.values())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "ranks", "layouts"),
     [

@@ -266,6 +266,7 @@ def offer_large_tensors(ready: Any) -> None:
     time.sleep(300)
 
 
+@pytest.mark.soak
 def test_two_engines_of_a_node_share_one_stream_from_another_node() -> None:
     """Two trainer ranks, and two engines of two tensor ranks, one of them in another precision."""
     apart, shared = run_ranks("tests.weights.shared_stream:take_part", {"nodes": ["AABCDE", "AABBBB"]}, 6, 60.0)

@@ -104,6 +104,7 @@ def fixed(lengths: dict[Uid, int], choose: Callable[[Uid], int]) -> float:
     return makespan(lengths, assign, done)
 
 
+@pytest.mark.soak
 def test_makespan_stays_near_its_bound_and_below_static_or_random_assignment() -> None:
     ratios: dict[str, list[float]] = {"router": [], "random": [], "static": []}
     for seed in range(100):

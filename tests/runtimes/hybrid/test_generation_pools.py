@@ -44,10 +44,11 @@ def trained(workshop: Workshop, name: str, sections: dict[str, Any], **more: Any
     ("sections", "placed", "more"),
     [
         pytest.param(GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {}, marks=pytest.mark.soak),
-        (
+        pytest.param(
             PPO,
             pools(("actor", 2), ("critic reference", 1), ("actor.generate", 1)),
             {"roles": {"actor": {"layout": {"shard": "full"}}}},
+            marks=pytest.mark.soak,
         ),
         (GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {"rollout": {"tensor": 2}}),
         pytest.param(
@@ -77,6 +78,7 @@ def test_generation_in_a_separate_pool_gives_the_same_result(
     assert all((size > 0) is ("engines" not in sections.get("rollout", {})) for size in received)
 
 
+@pytest.mark.soak
 def test_resume_loads_checkpoint_weights_in_both_pools(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     placed = pools(("actor.generate", 1), ("actor reference", 1))
     trained(workshop, "run", {**GRPO, "trainer": {**GRPO["trainer"], "steps": 1}}, **placed)

@@ -26,6 +26,7 @@ def hybrid(workshop: Workshop, name: str, sections: dict[str, Any], placement: s
     )
 
 
+@pytest.mark.soak
 def test_sharded_pools_equal_single_process(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     """Use fewer rows than ranks in an update, so that some ranks infer and train without rows."""
     with TrainingRun(hybrid(workshop, "ppo", PPO, "split", **LAYOUTS)) as run:
@@ -57,6 +58,7 @@ def test_roles_of_one_pool_may_have_different_layouts(workshop: Workshop, warm_c
     assert_same(trace(run.folder), trace(workshop.run("alone", **FLOW)))
 
 
+@pytest.mark.soak
 def test_joint_decoding_selects_same_rows_as_single_process(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     """Some waves have fewer groups than there are ranks."""
     rollout = {**SELECTED["rollout"], "tensor": 2}

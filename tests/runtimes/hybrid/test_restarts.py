@@ -19,6 +19,7 @@ APART = [{"roles": ["actor"], "workers": 2}, {"roles": ["reference"], "workers":
 SAMPLING = [{"roles": ["actor", "reference"], "workers": 2}, {"roles": ["actor.generate"], "workers": 2}]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("pools", "victim", "sent"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from braidrl.observe.metrics import Sums
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
@@ -21,6 +23,7 @@ SECTIONS = {
 }
 
 
+@pytest.mark.soak
 def test_ranks_record_own_rows_and_replay_reads_them(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     sections = {**SECTIONS, "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}}}
     hybrid = {"runtime": "hybrid", "workers": 3, "placement": "colocate"}

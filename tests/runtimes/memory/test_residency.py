@@ -82,6 +82,7 @@ def test_offloading_roles_keeps_run_bitwise_equal(
     assert max(size for *_, size in watched) <= 5.5 * MODEL_BYTES
 
 
+@pytest.mark.soak
 def test_engines_with_weights_of_their_own_come_and_go_too(
     workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
 ) -> None:
@@ -97,6 +98,7 @@ def test_engines_with_weights_of_their_own_come_and_go_too(
     assert Asset("actor", "engine") not in here["actor.update"]
 
 
+@pytest.mark.soak
 def test_an_engine_of_evaluations_alone_comes_and_goes_too(
     workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
 ) -> None:

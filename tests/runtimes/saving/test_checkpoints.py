@@ -182,6 +182,7 @@ def in_processes(runtime: str, **trainer: Any) -> dict[str, Any]:
     return {**with_trainer(**trainer), "flow": HELD, "runtime": runtime, "dtype": "float64"}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("runtime", PROCESSES)
 def test_workers_killed_during_background_write_resume_from_previous(workshop: Workshop, runtime: str) -> None:
     sections = in_processes(runtime, checkpoint_every=1)

@@ -169,6 +169,7 @@ def test_the_optimizer_of_another_model_is_refused_also_with_a_manifest(run: Pat
         train(run_config(run), resume=run)
 
 
+@pytest.mark.soak
 def test_a_run_that_lives_is_not_resumed_a_second_time(run: Path) -> None:
     held = "import sys; from pathlib import Path; from braidrl.runtimes.saving.folders import held_alone\n" + (
         "with held_alone(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"

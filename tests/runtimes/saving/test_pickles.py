@@ -46,6 +46,7 @@ def obeyed(*arguments: str) -> None:
         app(list(arguments), standalone_mode=False)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "forged", [pytest.param(False, id="checked"), pytest.param(True, id="manifest forged", marks=pytest.mark.soak)]
 )

@@ -51,6 +51,7 @@ def test_rows_move_at_most_once_to_their_rank(
     assert len(read_rollouts(rollout_path(workshop.folder / "away", 1))) == ROWS
 
 
+@pytest.mark.soak
 def test_more_ranks_than_rows_give_the_result_of_eager(workshop: Workshop) -> None:
     few = {"flow": str(DIAMOND), "rollout": {"samples_per_prompt": 2}, "trainer": {"steps": 2, "prompts_per_step": 1}}
     settings = merged(EVERY_STEP, few)
@@ -70,6 +71,7 @@ def test_the_two_answers_of_a_preference_stay_on_one_rank(workshop: Workshop, tm
     assert_same_weights(weights(ranks / "checkpoints" / "step-2"), weights(alone / "checkpoints" / "step-2"))
 
 
+@pytest.mark.soak
 def test_answers_are_verified_where_inference_moved_rows(workshop: Workshop) -> None:
     """Old log-probs come between generation and verification, and each of the two updates must be balanced."""
     flow = {"flow": "grpo", "algorithm": {"old": "recompute"}, "trainer": {"steps": 1, "rows_per_update": 8}}
@@ -77,6 +79,7 @@ def test_answers_are_verified_where_inference_moved_rows(workshop: Workshop) -> 
     assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **merged(EVERY_STEP, flow))))
 
 
+@pytest.mark.soak
 def test_a_function_of_whole_groups_that_reads_payload_gets_all_rows_of_its_groups(workshop: Workshop) -> None:
     settings = merged(EVERY_STEP, {"flow": str(Path(__file__).with_name("whole_groups.yaml"))})
     run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)

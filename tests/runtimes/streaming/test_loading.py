@@ -165,6 +165,7 @@ def test_weight_bytes_are_those_that_engines_received_from_the_trainer(workshop:
     assert sum(received) % size == 0 and size <= sum(received) <= 2 * 3 * size, (received, size)
 
 
+@pytest.mark.soak
 def test_delayed_weights_are_received_while_the_engine_generates(workshop: Workshop) -> None:
     (workshop.folder / "slow.py").write_text(SLOW_UNTIL_LOADED)
     slow = {"engine": f"{workshop.folder}/slow.py:SlowUntilLoaded", "weights": "collective", "max_response_tokens": 20}

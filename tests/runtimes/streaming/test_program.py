@@ -149,6 +149,7 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
     return run
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("flow", "streaming"),
     [
@@ -184,6 +185,7 @@ def test_the_same_result_under_every_setting_that_must_not_matter(
     assert_same(eager(flow), stream(workshop, name, flow, settings))
 
 
+@pytest.mark.soak
 def test_main_program_carries_no_payload_and_refuses_to(workshop: Workshop) -> None:
     with in_process(workshop, "no-payload", **sections_of("dapo", steps=2, trainer={"checkpoint_every": 1})) as run:
         run.train()
@@ -242,6 +244,7 @@ def test_staleness_one_is_kept_and_rows_train_once(workshop: Workshop, weights: 
         assert int(recorded(run, step)["version"].min()) >= step - 2
 
 
+@pytest.mark.soak
 def test_a_stages_state_follows_each_batch_in_turn_also_with_staleness(workshop: Workshop) -> None:
     run = stream(workshop, "stale-state", "ppo", {"dispatch_rows": 4}, trainer={"max_staleness": 1})
     coefficients = [line["shape.adaptive_kl_penalty/coef"] for line in read_metrics(run)]
@@ -338,6 +341,7 @@ def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[...
     assert_same(eager("dapo"), run.folder)
 
 
+@pytest.mark.soak
 def test_run_resumed_after_trainer_death_equals_undisturbed_run(workshop: Workshop, eager: Callable[..., Path]) -> None:
     killed: list[int] = []
     with in_process(workshop, "killed-trainer", **sections_of("ppo", trainer={"checkpoint_every": 1})) as run:
@@ -398,6 +402,7 @@ def test_run_resumes_in_one_process(workshop: Workshop, eager: Callable[..., Pat
     assert_same(eager("ppo"), first)
 
 
+@pytest.mark.soak
 def test_eager_run_resumes_under_streaming(workshop: Workshop, eager: Callable[..., Path]) -> None:
     first = workshop.run("started-eager", **sections_of("dapo", 2))
     config = run_config(first)
@@ -435,6 +440,7 @@ def test_stale_run_resumes_with_rows_started_on_older_versions(
     assert max(line["staleness/max"] for line in read_metrics(again)) == stale["max_staleness"]
 
 
+@pytest.mark.soak
 def test_evaluation_is_the_same_as_in_one_process(workshop: Workshop) -> None:
     held_out = write_jsonl(workshop.folder / "held_out.jsonl", sums(5, seed=1))
     sections = {
@@ -487,6 +493,7 @@ def test_interrupted_or_killed_run_leaves_nothing_behind(workshop: Workshop, sen
         assert (workshop.folder / name / "report.html").is_file()
 
 
+@pytest.mark.soak
 def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
     run = stream(workshop, "traced", "grpo", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}, steps=3)
     spans = read_trace(run)

@@ -19,6 +19,7 @@ from braidrl.training.compute.rope import RopeLengths, most_positions
 from braidrl.training.decoders.body import PACKED, run_body, use_plan
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.proof import Twin, decoding_finding, packed_findings, packed_log_probs, quietly
+from tests.cases import soak_but
 from tests.engines.tiny import END, make_tokenizer
 from tests.training.compute.test_shared_prompts import rows_of
 
@@ -115,7 +116,7 @@ def test_a_prompt_is_shared_by_responses_with_its_factors_alone(name: str) -> No
     torch.testing.assert_close(found[0][: len(expected)], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("name", soak_but(["phi3"], ROPES))
 def test_engine_draws_each_token_as_transformers_does_from_the_row_so_far(name: str) -> None:
     engine = EmbeddedEngine(models(name)[1], make_tokenizer(), 16, 96)
     sampling = SamplingParams(max_tokens=10, ends=False)

@@ -18,6 +18,7 @@ from braidrl.runtimes.run import train
 from braidrl.training.decoders.proof import Refusal, Twin, find_plan, quietly
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
 from braidrl.training.loading import load_decoder, read_model_config
+from tests.cases import soak_but
 from tests.invariants.traces import merged
 from tests.tiny import TOKENIZER, Workshop
 from tests.training.decoders.families import FLOWS, write_family, write_pairs
@@ -52,9 +53,7 @@ def write_wrapped(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("gemma3", "qwen3_5") else pytest.mark.soak) for kind in WRAPPED]
-)
+@pytest.mark.parametrize("kind", soak_but(["qwen3_5"], WRAPPED))
 def test_wrapped_model_trains_as_text_and_checkpoint_keeps_all_tensors(tmp_path: Path, kind: str) -> None:
     folder = write_wrapped(tmp_path / "model", kind)
     file = folder / "model.safetensors"
@@ -84,7 +83,7 @@ REFUSED: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", soak_but(["bart"], REFUSED))
 def test_model_without_parts_that_train_is_refused_in_a_line(kind: str) -> None:
     with quietly(), pytest.raises(Refusal, match=REFUSED[kind]):
         find_plan(Twin(AutoConfig.for_model(kind)))
