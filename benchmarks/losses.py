@@ -1,21 +1,23 @@
-"""`python -m benchmarks.losses`: seconds from the loss of a rank to the next optimizer step, by the way back.
+"""`python -m benchmarks.losses`: seconds from the loss of a rank to the next optimizer step, by runtime and way back;
+writes benchmarks/results/losses.json.
 
 memory       the other ranks undo the step and make it again            data parallelism, trainer.max_restarts
-checkpoint   the other ranks load the newest checkpoint, in place        shard=full, trainer.max_restarts
+checkpoint   the other ranks load the newest checkpoint, in place       shard=full, trainer.max_restarts
 restart      all processes start again by `braid train --resume`        what a run without trainer.max_restarts needs
 
 A rank is killed by SIGKILL in the middle of a run of three ranks on this machine's CPUs; the clock runs until the next
-step's line is in `metrics.jsonl`. The step itself is part of the time.
+step's line is in `metrics.jsonl`. The step itself is part of the time. Under streaming the ranks are the actor's.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import os
 import shutil
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +28,12 @@ from braidrl.observe.metrics import read_metrics
 from tests.tiny import Workshop, braid, sums, wait_for_steps, write_jsonl, write_model
 
 RANKS, LOOK_S, LIMIT_S = 3, 0.01, 120.0
+RESULT = Path("benchmarks/results/losses.json")
+RUNTIMES: dict[str, tuple[dict[str, Any], str]] = {
+    # Settings, and the name of the last rank's process.
+    "distributed": ({"workers": RANKS}, f"rank {RANKS - 1}"),
+    "streaming": ({"streaming": {"workers": {"actor": RANKS}}}, f"actor-{RANKS - 1}"),
+}
 WAYS: dict[str, dict[str, Any]] = {
     "memory": {"max_restarts": 1},
     "checkpoint": {"max_restarts": 1, "layout": {"shard": "full"}},
@@ -33,22 +41,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def kill_a_rank(run: subprocess.Popen[str]) -> None:
-    """Kill the last rank."""
-    ranks = [pid for pid in descendants(run.pid) if name_of(pid) == f"rank {RANKS - 1}"]
-    os.kill(ranks[0], signal.SIGKILL)
-
-
-def seconds_to_next_step(shop: Workshop, way: str) -> tuple[float, float]:
+def seconds_to_next_step(shop: Workshop, runtime: str, way: str) -> tuple[float, float]:
     """Return the seconds from a rank's death to the next step's line, and those of an undisturbed step."""
-    name = f"{way}-{time.time_ns()}"
+    name, (settings, victim) = f"{runtime}-{way}-{time.time_ns()}", RUNTIMES[runtime]
     trainer = {"steps": 12, "checkpoint_every": 1, "prompts_per_step": 6, **WAYS[way]}
-    config = shop.config_file(name, runtime="distributed", workers=RANKS, trackers=[], trainer=trainer)
+    config = shop.config_file(name, runtime=runtime, **settings, trackers=[], trainer=trainer)
     with braid("train", config, folder=shop.folder) as process:
         wait_for_steps(shop.folder / name, 4, process)
         made = len(read_metrics(shop.folder / name))
         start = time.monotonic()
-        kill_a_rank(process)
+        os.kill(next(pid for pid in descendants(process.pid) if name_of(pid) == victim), signal.SIGKILL)
         if way == "restart":
             process.communicate(timeout=LIMIT_S)
             process = braid("train", "--resume", shop.folder / name, folder=shop.folder)
@@ -63,19 +65,26 @@ def seconds_to_next_step(shop: Workshop, way: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a table, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.losses")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=list(RUNTIMES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="losses-"))
     shop = Workshop(folder, write_model(folder / "model"), write_jsonl(folder / "train.jsonl", sums(24)))
-    print(f"| way back | seconds, median of {options.times} | least | largest | an undisturbed step |")
-    print("|---|---|---|---|---|")
-    for way in options.ways:
-        found = [seconds_to_next_step(shop, way) for _ in range(options.times)]
-        seconds, step = [each for each, _ in found], statistics.median(each for _, each in found)
-        print(f"| {way} | {statistics.median(seconds):.1f} | {min(seconds):.1f} | {max(seconds):.1f} | {step:.2f} |")
+    head = {"benchmark": "losses", "date": datetime.date.today().isoformat(), "ranks": RANKS, "cores": os.cpu_count()}
+    result: dict[str, Any] = head | {"ways": {}}
+    print(f"| runtime | way back | seconds, median of {options.times} | least | largest | an undisturbed step |")
+    print("|---|---|---|---|---|---|")
+    for runtime in options.runtimes:
+        for way in options.ways:
+            times = [seconds_to_next_step(shop, runtime, way) for _ in range(options.times)]
+            seconds, step = [each for each, _ in times], statistics.median(each for _, each in times)
+            result["ways"][f"{runtime}, {way}"] = {"seconds": seconds, "step_s": step}
+            median = f"{statistics.median(seconds):.1f} | {min(seconds):.1f} | {max(seconds):.1f}"
+            print(f"| `{runtime}` | {way} | {median} | {step:.2f} |", flush=True)
+            RESULT.write_text(json.dumps(result, indent=1) + "\n")
     shutil.rmtree(folder)
 
 

@@ -50,12 +50,10 @@ class WorkerError(RuntimeError):
 
 
 class LostProcess(WorkerError):
-    """An essential process died: the run can restart from its last checkpoint.
+    """An essential process died: the run can restart from its last checkpoint."""
 
-    `restarts` is the number of earlier restarts.
-    """
-
-    restarts: int = 0
+    is_counted: bool = False
+    """True if the budget of repairs has paid for this loss."""
 
 
 class LostPeers(RuntimeError):

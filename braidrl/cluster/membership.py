@@ -5,10 +5,13 @@ launcher ──without a dead member──╮
 first rank ──with one that waits──╯
 
 A membership never changes: who writes a number first decides it. The process groups of a membership have keys of their
-own in the store, so that a late message of an earlier one is not read.
+own in the store, so that a late message of an earlier one is not read. How often lost processes are replaced is limited
+by a budget per hour.
 """
 
-from collections.abc import Collection, Sequence
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from braidrl.cluster.process_groups import count_at, has_message, message_at, put_first, put_message, text_at
 
 WAITING = "waiting"
+HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -70,3 +74,62 @@ def waiting(store: dist.Store, known: Membership) -> list[str]:
     numbers = range(1, count_at(store, WAITING) + 1)
     came = [message_at(store, key, str) for key in (f"{WAITING}/{number}" for number in numbers)]
     return [one for one in came if one not in known.members and not has_message(store, f"dead/{one}")]
+
+
+class Members:
+    """The members of a group of ranks as their launcher knows them: without dead ones."""
+
+    def __init__(self, store: dist.Store, members: Iterable[str] = ()) -> None:
+        """Begin with membership 0."""
+        self.store, self.known, self.dead = store, Membership(0, tuple(members)), set[str]()
+
+    def lose(self, member: str) -> None:
+        """Record a dead process, and take it out of the membership."""
+        self._note(member)
+        self.look()
+
+    def look(self) -> None:
+        """Take dead processes out of the newest membership, which ranks may have written."""
+        if self.dead:
+            self.known = without(self.store, self.known, self.dead)
+
+    def change(self, dead: Iterable[str] = (), new: Iterable[str] = ()) -> None:
+        """Write the next membership, also with the same members; the launcher alone writes memberships then."""
+        for member in dead:
+            self._note(member)
+        self.known = propose(self.store, self.known, [*self.living, *new])
+
+    @property
+    def living(self) -> list[str]:
+        """Return the members that are not dead."""
+        return [member for member in self.known.members if member not in self.dead]
+
+    def waiting(self) -> list[str]:
+        """Return the processes that wait to become members."""
+        return waiting(self.store, self.known)
+
+    def _note(self, member: str) -> None:
+        self.dead.add(member)
+        note_death(self.store, member)
+
+
+class RepairBudget:
+    """The repairs of the last hour: if more are needed, the losses have a common cause."""
+
+    def __init__(self, per_hour: int, key: str) -> None:
+        """Begin without repairs; `key` is the configuration's key of `per_hour`."""
+        self.per_hour, self.key = per_hour, key
+        self._times = deque[float]()
+
+    def spend(self, now: float | None = None) -> bool:
+        """Record a repair at a time in seconds; return False if the last hour had as many as are allowed."""
+        now = time.monotonic() if now is None else now
+        while self._times and self._times[0] <= now - HOUR_S:
+            self._times.popleft()
+        if len(self._times) >= self.per_hour:
+            return False
+        self._times.append(now)
+        return True
+
+    def __str__(self) -> str:
+        return f"{len(self._times)} of {self.key}={self.per_hour} within an hour"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from braidrl.cluster.child import TaskFailed, failure_of
 from braidrl.cluster.local import LocalLauncher
-from braidrl.cluster.membership import Membership, member_name, note_death, without
+from braidrl.cluster.membership import Members, Membership, RepairBudget, member_name
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
 from braidrl.cluster.process_groups import open_store
@@ -44,15 +44,17 @@ def run_ranks(
     limit_s: float,
     launcher: Launcher | None = None,
     silence_s: float = 60.0,
-    most_losses: int = 0,
+    repairs: RepairBudget | None = None,
 ) -> Any:
     """Run `module:function(world, task)` in `workers` processes and return rank 0's result, a JSON value.
 
     `workers` is a number, or a pool if the ranks start engines; by default they are local processes. In the task, a
     JSON object, `cuda` says whether they compute on CUDA devices. A rank waits for others at most `limit_s` seconds,
-    and is killed after `silence_s` seconds without a heartbeat. The others go on after `most_losses` losses, and a lost
-    rank is started again. Raises the failure of the rank that failed first; all processes have then ended.
+    and is killed after `silence_s` seconds without a heartbeat. The others go on after a loss as long as there are
+    `repairs` left, and the lost rank is started again. Raises the failure of the rank that failed first; all processes
+    have then ended.
     """
+    repairs = repairs or RepairBudget(0, "trainer.max_restarts")
     # Another client of the store cannot guess the ranks' key prefix.
     secret = secrets.token_hex(16)
     launcher, pool = launcher or LocalLauncher(), workers if isinstance(workers, Pool) else Pool(("rank",), workers)
@@ -78,14 +80,14 @@ def run_ranks(
                 spec = ProcessSpec(
                     f"rank {rank}",
                     f"{__name__}:work",
-                    arguments | ({"starts": starts, "of": pool.workers} if most_losses else {}),
+                    arguments | ({"starts": starts, "of": pool.workers} if repairs.per_hour else {}),
                     environment={**meeting, **environment},
                     also_calls=entry,
                 )
                 ranks.append(launcher.start(pool.name, rank, spec))
                 return ranks[-1]
 
-            renewal = Renewal(dist.PrefixStore(secret, store), start, most_losses)
+            renewal = Renewal(dist.PrefixStore(secret, store), start, repairs)
             for rank in range(pool.workers):
                 renewal.begin(rank)
             with FrozenWatch(silence_s, tell) as frozen:
@@ -100,7 +102,7 @@ def run_ranks(
         launcher.close()
         # A traceback would keep the store, and with it its port.
         if renewal is not None:
-            del renewal.store
+            del renewal.members
         store = None
 
 
@@ -110,30 +112,23 @@ def tell(line: str) -> None:
 
 
 class Renewal:
-    """The members of a run's ranks as their launcher knows them: without dead ones, which it starts again."""
+    """The ranks of a run as their launcher knows them: dead ones, which it starts again, are no members."""
 
-    def __init__(self, store: dist.Store, start: Callable[[int, int], Process], most_losses: int) -> None:
+    def __init__(self, store: dist.Store, start: Callable[[int, int], Process], repairs: RepairBudget) -> None:
         """Begin without members; `start(rank, starts)` starts a rank that was started so often before."""
-        self.store, self._start, self.most_losses = store, start, most_losses
+        self.members, self._start, self.repairs = Members(store), start, repairs
         self.starts: dict[Process, tuple[int, int]] = {}
         """The number of each living process, and how often that was started before."""
-        self.dead = set[str]()
         self.losses = 0
-        self.known = Membership(0, ())
 
     def begin(self, number: int) -> None:
         """Start a member for the first time."""
         self.starts[self._start(number, 0)] = number, 0
-        self.known = Membership(0, tuple(member_name(*starts) for starts in self.starts.values()))
+        self.members = Members(self.members.store, (member_name(*starts) for starts in self.starts.values()))
 
     def is_member(self, process: Process) -> bool:
         """Return True if a process is one of the ranks, and False if it waits to become one."""
-        return member_name(*self.starts[process]) in self.known.members
-
-    def look(self) -> None:
-        """Take dead processes out of the membership."""
-        if self.dead:
-            self.known = without(self.store, self.known, self.dead)
+        return member_name(*self.starts[process]) in self.members.known.members
 
     def goes_on(self, lost: Process, failure: Failure) -> bool:
         """Return True, and start a lost process again, if the others go on without it."""
@@ -143,11 +138,10 @@ class Renewal:
             return True
         others = any(self.is_member(process) for process in self.starts if process is not lost)
         is_lost = failure.kind == "died" and not failure.follows
-        if not (is_lost and others and self.losses < self.most_losses):
+        if not (is_lost and others and self.repairs.spend()):
             return False
         self.losses += 1
-        count = f"{self.losses} of trainer.max_restarts={self.most_losses}"
-        tell(f"{first_line(failure.error())}; it starts again by itself, the others go on ({count})")
+        tell(f"{first_line(failure.error())}; it starts again by itself, the others go on ({self.repairs})")
         number, starts = self._forget(lost)
         self.starts[self._start(number, starts + 1)] = number, starts + 1
         return True
@@ -155,9 +149,7 @@ class Renewal:
     def _forget(self, process: Process) -> tuple[int, int]:
         """Take a dead process out of the membership; return its number, and how often it was started before."""
         number, starts = self.starts.pop(process)
-        self.dead.add(member := member_name(number, starts))
-        note_death(self.store, member)
-        self.look()
+        self.members.lose(member_name(number, starts))
         return number, starts
 
 
@@ -176,7 +168,7 @@ def supervise(
             passed_on += 1
             for rank in silent:
                 rank.interrupt()
-        renewal.look()
+        renewal.members.look()
         ended = launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic())))
         for rank in ended:
             frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
@@ -201,8 +193,8 @@ def supervise(
         first = min(failures, key=lambda f: (f.follows, f.kind == "interrupted"))
         error = first.error()
         if isinstance(error, LostProcess):
-            # A loss after which the others could not go on is not counted twice.
-            error.restarts = max(0, renewal.losses - first.follows)
+            # The loss after which the others could not go on.
+            error.is_counted = first.follows and renewal.losses > 0
         raise error
     return outcomes[next(rank for rank in renewal.starts if rank in outcomes)].result
 

@@ -460,6 +460,11 @@ def join_elastic(limit_s: float, cuda: bool, member: str, secret: str, known: Me
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), 0, 1).every[0])
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     meeting = Meeting(dist.PrefixStore(secret, store), limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
+    return elastic_world(meeting, member, known, rank)
+
+
+def elastic_world(meeting: Meeting, member: str, known: Membership, rank: int) -> World:
+    """Return the world of the members of a known membership, or, for a process that is none of them, one of its own."""
     world = World(store=dist.PrefixStore("places", meeting.store))
     world.elastic = Elastic(meeting, member, known)
     if member in known.members:

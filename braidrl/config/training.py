@@ -224,11 +224,11 @@ class TrainerConfig(Section):
     template, training data or user code ends the run. Valid for one resume.
     """
     max_restarts: int = Field(0, ge=0, le=MOST_ROWS)
-    """Number of automatic restarts after the loss of an essential process: a rank, a trainer, or a worker under hybrid.
-    Under distributed the other ranks continue, from memory if each has all weights, and the lost one comes back. Else
-    the newest whole checkpoint is loaded: under streaming only by training processes, and rows in the queue stay if it
-    has the last published version; under hybrid the worker's pool restarts. A process that fails with its own error is
-    not restarted.
+    """Number of automatic restarts within an hour after the loss of an essential process: a rank, a trainer, or a
+    worker under hybrid. Under distributed and streaming the other ranks continue, from memory if each has all weights
+    of the role, and the lost one comes back. Else the newest whole checkpoint is loaded: under streaming only by
+    trainers, and rows in the queue stay if it has the last published version; under hybrid the worker's pool restarts.
+    A process that fails with its own error is not restarted.
     """
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""

@@ -96,6 +96,10 @@ class SerialController(Generic[TableT]):
         """Return no batches: each one starts after the previous one has ended."""
         return []
 
+    def is_awaited(self) -> bool:
+        """Return False: ranks let processes in by themselves."""
+        return False
+
     def begin_again(self, version: int) -> Restart:
         """Have the backend replace lost processes. All rows are forgotten, including the surplus."""
         if not self.backend.begin_again():

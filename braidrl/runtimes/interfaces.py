@@ -185,9 +185,9 @@ class Restart(Enum):
     """The extent of a restart after a lost process."""
 
     WITH_ROWS = auto()
-    """Only training processes restart; the others continue, and all rows stay."""
+    """Lost processes restart; the others continue, and all rows stay."""
     FROM_CHECKPOINT = auto()
-    """Only training processes restart, and rows are forgotten."""
+    """Lost processes restart, and rows are forgotten."""
     OF_ALL = auto()
     """All processes restart."""
 
@@ -219,9 +219,12 @@ class Controller(Protocol[T]):
     def started_ahead(self) -> list[StartedBatch]:
         """Wait for rows started on older versions and return their batches; a checkpoint keeps no older weights."""
 
+    def is_awaited(self) -> bool:
+        """Return True if lost processes are back, and wait for a checkpoint of this step to join the others."""
+
     def begin_again(self, version: int) -> "Restart":
-        """Replace lost training processes for a checkpoint of this version; the backend loads its weights
-        afterwards.
+        """Replace lost training processes, and take in those that wait, for a checkpoint of this version; the backend
+        loads its weights afterwards.
         """
 
     def restore(self, position: Position) -> None:

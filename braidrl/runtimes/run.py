@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from traceback import clear_frames
 from typing import Any
 
+from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.process import interrupts_handled
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import FrozenWatch
@@ -27,7 +27,6 @@ from braidrl.errors import (
     LostProcess,
     UserError,
     WorkerError,
-    causes,
     first_line,
     no_room,
 )
@@ -42,6 +41,7 @@ from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import set_up_torch, vocabulary_lines
+from braidrl.runtimes.replicas import free_groups
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.fingerprints import fingerprints
@@ -78,12 +78,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         rollout_only: bool = False,
         newest_whole: bool = False,
         world: World | None = None,
-        restarts: int = 0,
+        repairs: RepairBudget | None = None,
     ) -> None:
         """Check everything that can be checked before a model loads. Raises UserError if the run is not possible.
 
-        `world` holds the ranks that run this together, each in its own TrainingRun. `restarts` counts automatic
-        restarts so far.
+        `world` holds the ranks that run this together, each in its own TrainingRun. `repairs` limits automatic
+        restarts; by default it is that of the configuration.
         """
         self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
@@ -116,7 +116,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.learning = LearningWatch(flow, self.progress.print)
         self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
-        self.step, self.version, self.restarts = 0, 0, restarts
+        self.step, self.version = 0, 0
+        self.repairs = repairs or repair_budget(config)
         self.controller: Any = None
         self.backend: Any = None
         self.saved_step: int | None = None
@@ -146,7 +147,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.resources = resources.pop_all()
 
     def _start_controller(self) -> None:
-        self.controller = start_controller(self.prepared, self.progress, self.folder, self.world, self.interrupts)
+        self.controller = start_controller(
+            self.prepared, self.progress, self.folder, self.world, self.interrupts, self.repairs
+        )
         self.backend = self.controller.backend
 
     def _close(self) -> None:
@@ -270,40 +273,43 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _bring_back(self, error: LostProcess) -> None:
         """Resume from the newest complete checkpoint with the remaining processes, or raise `error`."""
-        error.restarts = self.restarts
-        checkpoint = (
-            resume_point(self.folder, newest_whole=True) if self.restarts < self.config.trainer.max_restarts else None
-        )
-        if checkpoint is None:
+        checkpoint = resume_point(self.folder, newest_whole=True)
+        if checkpoint is None or not self.repairs.spend():
             raise error
+        error.is_counted = True
         state = load_checkpoint(checkpoint)
         with self.interrupts.hold():
             restart = self.controller.begin_again(state.version)
             if restart is Restart.OF_ALL:
                 raise error
-            self.restarts += 1
-            most = self.config.trainer.max_restarts
-            self.progress.print(
-                f"{error}; it starts again by itself, the others go on ({self.restarts} of trainer.max_restarts={most})"
-            )
+            self.progress.print(f"{error}; it starts again by itself, the others go on ({self.repairs})")
             try:
-                if restart is Restart.WITH_ROWS:
-                    self.backend.load(checkpoint, state.version)
-                    return
-                with suppress(UserError, WorkerError):  # files of a later step that were being written
-                    self.checkpoints.wait()
-                self._restore(checkpoint, state)
-                if self.metrics:
-                    self.metrics.close()
-                    self.metrics = self._open_metrics(self.step)
+                self._load_again(checkpoint, state, restart)
             except LostProcess as another:
                 self._bring_back(another)
+
+    def _load_again(self, checkpoint: Path, state: RunState, restart: Restart) -> None:
+        """Continue from a checkpoint with processes of which some are new."""
+        if restart is Restart.WITH_ROWS:
+            self.backend.load(checkpoint, state.version)
+            return
+        with suppress(UserError, WorkerError):  # files of a later step that were being written
+            self.checkpoints.wait()
+        self._restore(checkpoint, state)
+        if self.metrics:
+            self.metrics.close()
+            self.metrics = self._open_metrics(self.step)
 
     def _take_in(self, state: RunState) -> bool:
         """Between two steps, take in processes that wait to become ranks; return True if there were some."""
         elastic = self.world.elastic
         if elastic is None:
-            return False
+            if not self.controller.is_awaited():
+                return False
+            self._save(state, wait=True)
+            checkpoint = self.folder / "checkpoints" / f"step-{state.step}"
+            self._load_again(checkpoint, load_checkpoint(checkpoint), self.controller.begin_again(state.version))
+            return True
         came = self.world.share("processes that wait", elastic.waiting() if self.world.first else None)
         if came:
             if not self.regrouping.has_replicas:
@@ -373,12 +379,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             rewards = rank_backend(self.backend).executor.generation.release_rewards()
             self.prepared = replace(self.prepared, running=rewards)
             self.backend.close()
-        for each in causes(error):
-            clear_frames(each.__traceback__)
         self.backend = self.controller = None
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
+        free_groups(error)
 
     def _load_newest(self) -> str:
         """Make the backend anew in this process, for the present ranks, and load the newest checkpoint; return its
@@ -458,7 +460,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.version += 0 if self.rollout_only else 1
             every = self.config.evaluation.every
             if every and (step % every == 0 or step == self.config.trainer.steps):
-                metrics |= self._evaluate()
+                try:
+                    metrics |= self._evaluate()
+                except LostProcess as error:
+                    self._bring_back(error)
+                    if self.step != step:
+                        return
+                    metrics |= self._evaluate()
             if self.world.elastic is not None:
                 metrics["ranks/members"] = self.world.size
             if self.metrics:
@@ -558,6 +566,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.saved_step, self.best_of_step = state.step, None
         if wait:
             self.checkpoints.wait()
+            if self.checkpoints.is_lost:
+                self.saved_step = None
+                self._save(state, wait)
 
     def _restore(self, folder: Path, state: RunState) -> None:
         self.step = self.saved_step = state.step
@@ -591,30 +602,33 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
         check_recording(rollout_path(replay, step))
 
 
+def repair_budget(config: Config) -> RepairBudget:
+    """Return the budget of repairs after the loss of an essential process."""
+    return RepairBudget(config.trainer.max_restarts, "trainer.max_restarts")
+
+
 def train(config: Config, **options: Any) -> Path:
     """Run a configuration to its end, as `braid train` does, and return the run's folder; `options` are arguments of
     `TrainingRun`.
 
-    Raises LostProcess if processes were lost more often than `trainer.max_restarts` says.
+    Raises LostProcess if processes were lost more often within an hour than `trainer.max_restarts` says.
     """
     config = with_fetched(config)
-    most, folder = config.trainer.max_restarts, options.get("resume")
-    if most and not folder:
+    repairs, folder = repair_budget(config), options.get("resume")
+    if repairs.per_hour and not folder:
         folder = config.output / config.name if config.name else unused_folder(config)
         config = config.model_copy(update={"name": folder.name})
-    restarts = 0
     while True:
         try:
             if MODES[config.runtime].chained:
-                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options, most))
-            with TrainingRun(config, **options, restarts=restarts) as run:
+                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options, repairs))
+            with TrainingRun(config, **options, repairs=repairs) as run:
                 run.train()
             return run.folder
         except LostProcess as error:
-            restarts = 1 + max(restarts, error.restarts)
-            if restarts > most:
+            if not error.is_counted and not repairs.spend():
                 raise
-            tell(f"{error}; the run starts again by itself ({restarts} of trainer.max_restarts={most})")
+            tell(f"{error}; the run starts again by itself ({repairs})")
             options |= {"resume": folder, "newest_whole": True}
 
 

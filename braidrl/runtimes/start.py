@@ -6,6 +6,7 @@ from typing import Any
 from braidrl.cluster.child import at_end
 from braidrl.cluster.devices import device_count, own_devices
 from braidrl.cluster.local import ENGINES, copy_as_fork_server
+from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
@@ -74,16 +75,16 @@ def start_backend(
 
 
 def start_controller(
-    prepared: Prepared, progress: Progress, folder: Path, world: World, interrupts: Interrupts
+    prepared: Prepared, progress: Progress, folder: Path, world: World, interrupts: Interrupts, repairs: RepairBudget
 ) -> Controller[Any]:
-    """Return the controller of `config.runtime`, with its backend and workers started; arguments are as for
-    `start_backend`.
+    """Return the controller of `config.runtime`, with its backend and workers started; `repairs` limits how often lost
+    trainers are replaced, other arguments are as for `start_backend`.
     """
     config = prepared.config
     if prepared.deployment.mode.concurrent:
         curriculum = curriculum_of(config, units_of(config, prepared.sources))
         loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle, curriculum)
-        return StreamingController(prepared, loader, folder, progress)
+        return StreamingController(prepared, loader, folder, progress, repairs)
     backend = start_backend(prepared, progress, folder, world=world, interrupts=interrupts)
     return SerialController(config, prepared.flow, backend)
 

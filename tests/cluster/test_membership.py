@@ -7,7 +7,10 @@ import random
 import torch.distributed as dist
 
 from braidrl.cluster.membership import (
+    HOUR_S,
+    Members,
     Membership,
+    RepairBudget,
     member_name,
     newest,
     note_death,
@@ -46,3 +49,24 @@ def test_random_deaths_and_returns_never_count_a_rank_twice_or_dead() -> None:
             ranks_of = [member.split(".")[0] for member in newest(store, known).members if member not in dead]
             assert ranks_of and len(set(ranks_of)) == len(ranks_of)
         assert all(each.members == {one.number: one.members for one in seen}[each.number] for each in seen)
+
+
+def test_a_launcher_writes_memberships_without_dead_processes_and_with_those_that_wait() -> None:
+    store = dist.HashStore()
+    ranks = Members(store, ["0.0", "1.0"])
+    wait_to_join(store, "2.0")
+    ranks.change(["0.0"], ["0.1"])
+    assert ranks.known == newest(store, Membership(0, ("0.0", "1.0"))) == Membership(1, ("1.0", "0.1"))
+    assert ranks.waiting() == ["2.0"]
+    ranks.lose("2.0")
+    assert ranks.waiting() == [] and ranks.known.number == 1, "it was no member"
+    ranks.change()
+    assert ranks.known == Membership(2, ("1.0", "0.1")), "all meet anew"
+
+
+def test_repairs_beyond_the_budget_of_an_hour_are_refused() -> None:
+    budget = RepairBudget(2, "key")
+    assert [budget.spend(now) for now in (0.0, 10.0, 20.0)] == [True, True, False]
+    assert budget.spend(HOUR_S + 1.0), "the first repair is more than an hour ago"
+    assert [budget.spend(HOUR_S + 2.0), budget.spend(HOUR_S + 11.0)] == [False, True]
+    assert not RepairBudget(0, "key").spend(0.0)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
@@ -49,13 +50,14 @@ def test_ranks_gather_exchange_and_share() -> None:
 def test_ranks_go_on_without_lost_ones_and_take_them_in_again(capfd: pytest.CaptureFixture[str]) -> None:
     dies = [["2.0", 2], ["0.0", 4]]
     task = {"rounds": 6, "size": 3, "dies": dies}
-    rounds = run_ranks("tests.cluster.ranks:renewed", task, 3, 60.0, most_losses=2)
+    rounds = run_ranks("tests.cluster.ranks:renewed", task, 3, 60.0, repairs=RepairBudget(2, "trainer.max_restarts"))
     assert [number for number, _ in rounds] == list(range(1, len(rounds) + 1))
     assert len(rounds) >= 6 and rounds[0][1] == 3 and {ranks for _, ranks in rounds} <= {1, 2, 3}
     assert capfd.readouterr().err.count("the others go on") == 2
+    budget = RepairBudget(1, "trainer.max_restarts")
     with pytest.raises(LostProcess, match="rank 0 is gone") as lost:
-        run_ranks("tests.cluster.ranks:renewed", {**task, "dies": [["2.0", 1], ["0.0", 3]]}, 3, 60.0, most_losses=1)
-    assert lost.value.restarts == 1
+        run_ranks("tests.cluster.ranks:renewed", {**task, "dies": [["2.0", 1], ["0.0", 3]]}, 3, 60.0, repairs=budget)
+    assert not lost.value.is_counted and not budget.spend()
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop
     mine = open_sockets(family())
     with TrainingRun(workshop.config("flooded", **sections)) as run:
         program: Any = run.controller
-        while not set(program.processes.trainers()) <= set(program.control.holders):
+        while not set(program.processes.leaders().values()) <= set(program.control.holders):
             program.wait()  # Ranks that have met listen for each other.
         memory_of_run = program.processes.places["here"].address
         hello = recorded_hello(program.server.address, program.processes.secret, "recorded", memory_of_run)

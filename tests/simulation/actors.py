@@ -16,10 +16,13 @@ from braidrl.queue.calls import Done, GiveBack, Hello, Lost, QueueRequest, Refus
 from braidrl.queue.client import WorkItem, write_columns
 from braidrl.queue.transport import REPEAT_S
 from braidrl.runtimes.streaming.work import (
+    GoBack,
     LeasedRows,
     Loaded,
     LoadWeights,
     NewWeights,
+    Order,
+    OrderDone,
     Step,
     Stepped,
     TakeWork,
@@ -134,6 +137,7 @@ class Worker:
 
     def _received(self, answer: Any, frames: Sequence[Frame]) -> None:
         if isinstance(answer, Stop):
+            self.end()
             return
         if isinstance(answer, Lost):
             self.lose(answer)
@@ -145,8 +149,13 @@ class Worker:
             self.step(answer)
         elif isinstance(answer, LoadWeights):
             self.load(answer)
+        elif isinstance(answer, Order):
+            self.obey(answer)
         else:
             self.next()
+
+    def end(self) -> None:
+        """Do nothing more."""
 
     def _renew(self) -> None:
         self.ask(Renew(sorted(self.held)), lambda answer, frames: self.lose(answer))
@@ -162,6 +171,9 @@ class Worker:
         raise NotImplementedError
 
     def load(self, load: LoadWeights) -> None:
+        raise NotImplementedError
+
+    def obey(self, order: Order) -> None:
         raise NotImplementedError
 
     def report(
@@ -297,7 +309,10 @@ class Scorer(Worker):
 
 
 class Trainer(Worker):
-    """Keeps the rows of its batch until it has made all steps."""
+    """The first of some ranks that train together. It keeps the rows of its batch until it has made all steps.
+
+    It is one of these only as long as they are the same; then the run makes another one.
+    """
 
     consumers = ("train.actor",)
 
@@ -328,8 +343,7 @@ class Trainer(Worker):
 
     def _stepped(self, step: Step, answer: Any, frames: Any) -> None:
         if step.export is not None:
-            location = WeightLocation(step.export, 8, f"/nowhere/{step.export}")
-            self.after(0.5, lambda: self.ask(NewWeights("actor", step.export or 0, location, 0.5)))
+            self.publish(step.export)
         batch = self.kept[0][0].batch
         assert batch is not None
         if self.made < batch.steps:
@@ -339,6 +353,28 @@ class Trainer(Worker):
         leases = [(leased.lease, list(range(leased.size))) for leased, _ in self.kept]
         columns = made_from("normalise", rows)
         self.report("train.actor", columns, leases, lambda answer: self._trained())
+
+    def publish(self, version: int) -> None:
+        """Write new weights, beside other work."""
+        location = WeightLocation(version, 8, f"/nowhere/{version}")
+        self.after(0.5, lambda: self.ask(NewWeights("actor", version, location, 0.5)))
+
+    def obey(self, order: Order) -> None:
+        task = order.task
+        assert isinstance(task, GoBack)
+        self.run.check(not self.kept, f"{self.holder} goes back with rows")
+        if task.export:
+            self.publish(task.version)
+
+        def gone_back() -> None:
+            self.run.went_back(self, task.version)
+            self.ask(OrderDone(order.number), lambda answer, frames: self.next())
+
+        self.after(0.2, gone_back)
+
+    def end(self) -> None:
+        # The ranks have changed; this process goes on under another name.
+        self.run.ended(self)
 
     def _trained(self) -> None:
         self.kept, self.made = [], 0

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from braidrl.cluster.membership import Members
 from braidrl.flow.selecting import GroupSelector
 from braidrl.queue.table import Block, HeldBlocks, Leases
 from braidrl.queue.transport import Parking
+from braidrl.runtimes.streaming import control
 from braidrl.runtimes.streaming import schedule as scheduling
 from braidrl.runtimes.streaming.consumers import TrainingProgress
 from braidrl.runtimes.streaming.control import ControlPlane
@@ -148,6 +150,21 @@ def poison_drawn_for_ever(patches: pytest.MonkeyPatch) -> None:
     patches.setattr(ControlPlane, "_suspect", lambda self, task, rows: None)
 
 
+def rank_counted_after_its_death(patches: pytest.MonkeyPatch) -> None:
+    """A rank of the trainer that has died is a member beside the one that replaces it."""
+    patches.setattr(Members, "living", property(lambda self: list(self.known.members)))
+
+
+def replaced_leader_heard(patches: pytest.MonkeyPatch) -> None:
+    """The steps of a leader whose ranks have changed count."""
+    patches.setattr(control, "OF_LEADERS", ())
+
+
+def lost_version_not_published_again(patches: pytest.MonkeyPatch) -> None:
+    """Weights that lost ranks had not written yet are not published by those that are left."""
+    patches.setattr(ControlPlane, "lacks_weights", lambda self, role: False)
+
+
 FAULTS: tuple[Fault, ...] = (
     lease_not_returned,
     expired_lease_kept,
@@ -163,4 +180,7 @@ FAULTS: tuple[Fault, ...] = (
     batch_by_arrival,
     rows_beside_a_suspect,
     poison_drawn_for_ever,
+    rank_counted_after_its_death,
+    replaced_leader_heard,
+    lost_version_not_published_again,
 )

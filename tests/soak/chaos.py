@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -49,6 +50,11 @@ RUNTIMES: dict[str, dict[str, Any]] = {
     "stale": {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2}}, "trainer": {"max_staleness": 1}},
     "hybrid": {"runtime": "hybrid", "workers": 2},
     "elastic": {"runtime": "distributed", "workers": 3, "trainer": {"max_restarts": 100}},
+    "trainers": {
+        "runtime": "streaming",
+        "streaming": {"workers": {"actor.generate": 2, "actor": 3}},
+        "trainer": {"max_restarts": 100},
+    },
 }
 
 
@@ -286,17 +292,18 @@ def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path)
 def change(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
     """Let an engine join or leave, or kill a rank, which comes back if the run has restarts."""
     names = {victim: name_of(victim) for victim in descendants(process.pid)}
-    ranks = sorted(victim for victim, name in names.items() if name.startswith("rank "))
+    ranks = sorted(victim for victim, name in names.items() if re.fullmatch(r"rank \d+|actor-\d+", name))
     engines = sorted(victim for victim, name in names.items() if name.startswith("actor.generate"))
-    if engines and draw.random() < 0.5:
+    kinds = (["rank"] if ranks else []) + (["join", "leave"] if engines else [])
+    if not kinds:
+        return "nothing that joins or leaves"
+    if (kind := draw.choice(kinds)) == "join":
         with contextlib.suppress(UserError):
             return ask(folder, 1, "actor.generate", limit_s=30)
         return "an engine that may not join"
-    if not ranks and not engines:
-        return "nothing that joins or leaves"
-    victim = draw.choice(ranks or engines)
+    victim = draw.choice(ranks if kind == "rank" else engines)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(victim, signal.SIGKILL if ranks else signal.SIGTERM)
+        os.kill(victim, signal.SIGKILL if kind == "rank" else signal.SIGTERM)
     return f"{names[victim]} leaves"
 
 

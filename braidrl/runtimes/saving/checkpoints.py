@@ -57,6 +57,10 @@ READERS = 4
 """Number of files read at once; hashing releases the interpreter lock."""
 
 
+class LostWrite(OSError):
+    """A checkpoint is not written because a process that wrote it is gone; the run goes on without it."""
+
+
 class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
     """Writes one thing after the other; as a context manager it waits at the end."""
 
@@ -131,6 +135,8 @@ class Checkpoints:
         self.in_background = config.trainer.checkpoint_async
         self.learning = True
         """False while optimizer steps are skipped: an older checkpoint may be the last one that can be trained on."""
+        self.is_lost = False
+        """True if the last checkpoint was lost with a process that wrote it."""
         self._writing = BackgroundWriter()
         self._step = 0
 
@@ -141,7 +147,7 @@ class Checkpoints:
         to it, or write their shards beside its own.
         """
         self.wait()
-        self._step, position = state.step, state.position
+        self._step, self.is_lost, position = state.step, False, state.position
         path = self.run / "checkpoints" / f"step-{state.step}"
         with self._explained(), ExitStack() as unfinished:
             if self.first:
@@ -194,10 +200,10 @@ class Checkpoints:
     def wait(self, block: bool = True) -> None:
         """Wait for the background write, unless `block` is False and it still runs. Raises UserError if it failed."""
         with self._explained():
-            if block:
-                self._writing.wait()
-            else:
-                self._writing.check()
+            try:
+                self._writing.wait() if block else self._writing.check()
+            except LostWrite:
+                self.is_lost = True
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from braidrl.cluster.child import end_at_once, failure_of
 from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ranks import run_ranks, tell
 from braidrl.cluster.ray_processes import RayLauncher
@@ -21,10 +22,10 @@ from braidrl.runtimes.prepare.deployment import deploy, started_by_torchrun
 from braidrl.runtimes.prepare.run_flow import build_flow
 
 
-def in_ranks(config: Config, entry: str, options: Mapping[str, Any], most_losses: int = 0) -> Any:
+def in_ranks(config: Config, entry: str, options: Mapping[str, Any], repairs: RepairBudget | None = None) -> Any:
     """Run `module:function(world, task)` on every rank; return rank 0's result, a JSON value.
 
-    The ranks that are left go on after `most_losses` losses, unless `torchrun` has started them.
+    The ranks that are left go on after a loss as long as there are `repairs` left, unless `torchrun` has started them.
 
     Under `torchrun` every rank calls this, and gets the result. A rank that only noticed another's failure prints one
     line and ends. Raises UserError, before anything starts, for a configuration that the ranks cannot run, and
@@ -37,7 +38,7 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any], most_losses
     if not started_by_torchrun():
         deployment, cluster = checked_ranks(config), config.cluster
         starter = RayLauncher(cluster, config.device) if deployment.launcher == "ray" else LocalLauncher(config.device)
-        limits = cluster.wait_limit_s, starter, cluster.silence_s, most_losses
+        limits = cluster.wait_limit_s, starter, cluster.silence_s, repairs
         return run_ranks(entry, task, rank_pool(deployment), *limits)
     # This process is a rank already.
     world = joined_world(config)

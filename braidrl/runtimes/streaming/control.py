@@ -10,7 +10,7 @@ The server's thread and the main process call these methods: one lock guards eve
 import math
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -31,6 +31,7 @@ from braidrl.runtimes.streaming.weights import Copy, Versions, free
 from braidrl.runtimes.streaming.work import (
     Ended,
     Give,
+    GoBack,
     LeasedRows,
     Loaded,
     LoadWeights,
@@ -122,7 +123,11 @@ class ControlPlane(QueueController):
         self.stepping: set[str] = set()
         """Train stages with a step in progress."""
         self.unloaded: frozenset[str] = frozenset()
-        """Groups that get no rows until they have loaded a checkpoint."""
+        """Groups that get no rows until they have loaded a checkpoint, or have gone back to the published version."""
+        self.first_tasks: dict[str, Task] = {}
+        """Tasks of workers that have not registered yet, before all other work."""
+        self.first_orders: dict[int, str] = {}
+        """The groups that are ready for rows after these orders."""
         self.refused: UserError | WorkerError | None = None
         """The user's error that ends the run: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
@@ -146,7 +151,10 @@ class ControlPlane(QueueController):
         An error of the user, rather than of a worker, ends the run.
         """
         if isinstance(request, OF_LEADERS) and request.holder not in self.holders:
-            return NOTHING  # the last messages of a replaced trainer
+            # The last messages of a replaced trainer.
+            if isinstance(request, NewWeights | WeightsGiven):
+                free([request.location])
+            return NOTHING
         try:
             return super().handle(request, frames, again)
         except UserError as error:
@@ -175,7 +183,10 @@ class ControlPlane(QueueController):
             case WeightsGiven():
                 self._given(request)
             case NewWeights():
-                self.weights.known[request.role][request.version] = request.location
+                known = self.weights.known[request.role]
+                # Ranks that meet anew publish again what lost ones held; engines may still read the earlier location.
+                self.forgotten += [known.pop(request.version)] if request.version in known else []
+                known[request.version] = request.location
                 self.activity.updates.add(f"weights/{request.role}/write_seconds", request.seconds)
             case Loaded():
                 self._loaded(request)
@@ -194,6 +205,8 @@ class ControlPlane(QueueController):
         self.holders[name] = WorkerHolder(name, request.address, self.clock(), name.rsplit(".", 2)[0])
         if request.generates:
             self.loading.join(name)
+        if (task := self.first_tasks.pop(name, None)) is not None:
+            self.first_orders[self.give_order(name, task)] = self.holders[name].group
 
     def _note_ended(self, holder: str, ended: Sequence[tuple[int, int]]) -> None:
         for number, rows in ended:
@@ -296,6 +309,9 @@ class ControlPlane(QueueController):
 
     def _ordered(self, request: OrderDone, frames: Sequence[Frame]) -> None:
         """Record the result of an order."""
+        if (group := self.first_orders.pop(request.number, None)) is not None:
+            self.unloaded -= {group}
+            return
         rows = None
         if request.payload is not None:
             # Referenced at once: a dead worker's blocks are freed unless they are referenced here.
@@ -343,6 +359,7 @@ class ControlPlane(QueueController):
         with self.changed:
             self.gone.add(holder)
             gone = self.holders.pop(holder, None)
+            self.first_tasks.pop(holder, None)
             self.loading.leave(holder)
             # Another worker is asked for weights that it has not given.
             self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.location is not None}
@@ -369,18 +386,41 @@ class ControlPlane(QueueController):
     def train_again(self, version: int) -> bool:
         """Repeat the training towards the version after this one, with all rows as they are.
 
-        Returns False, with nothing changed, if this is not the newest version with weights, or if some of them are
-        missing.
+        Returns False, with nothing changed, if this is not the newest published version, or if weights that engines may
+        still load were lost with the trainers.
         """
         with self.changed:
-            last = self.training.schedule.progress.published == version == self._loadable >= self.weights.newest
-            if not last or not self.weights.outlive_trainers:
+            if self.training.schedule.progress.published != version or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
+            self._free(self.weights.withdrawn(version))
             self._free([copy.location for copy in self.copies.values() if copy.location])
-            self.copies, self.allowed, self.is_due = {}, version, False
+            self.copies, self.is_due = {}, False
             self.stepping.clear()
             return True
+
+    def continue_from_memory(self, leaders: Mapping[str, str]) -> None:
+        """Let trainers that have met anew go back to the published version, before all other work.
+
+        `leaders` are the names with which they are about to register, by role. Their groups get no rows until then.
+        """
+        with self.changed:
+            version = self.training.schedule.progress.published
+            self.train_again(version)
+            for role, holder in leaders.items():
+                self.first_tasks[holder] = GoBack(version, self.lacks_weights(role))
+                self.unloaded |= {holder.rsplit(".", 2)[0]}
+            self.advance()
+
+    def lacks_weights(self, role: str) -> bool:
+        """Return True if engines cannot load the role's part of the published version: its trainers were lost before
+        it was written, or hold it themselves.
+        """
+        version = self.training.schedule.progress.published
+        location = self.weights.known[role].get(version) if role in self.exported else None
+        if location is not None:
+            return location.offer is not None
+        return role in self.exported and version > self.loading.target and bool(self._updates_of(role, version))
 
     def begin_again(self, stream: Stream) -> None:
         """Forget all rows and weights; engines wait for the weights of the checkpoint to be loaded."""

@@ -4,6 +4,7 @@ run ──read, run──▶ an evaluation's rows into the queue ──workers�
 run ──save, load──order──▶ queue ──▶ leaders of trained roles ──ordered, result──▶ queue ──▶ run
 """
 
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.queue.table import StoredRows, pieces_without
 from braidrl.runtimes.interfaces import StartedBatch
 from braidrl.runtimes.row_store import Origin, Recording, Surplus
-from braidrl.runtimes.saving.checkpoints import check_written
+from braidrl.runtimes.saving.checkpoints import LostWrite, check_written
 from braidrl.runtimes.streaming.control import ControlPlane, OrderResult
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.processes import Processes
@@ -97,12 +98,17 @@ class StreamingBackend:
         with self.control.changed:
             table = stream.stored(uids)
         if stage is stream.flow.stages[-1]:
+            self.end_evaluation()
+        return table
+
+    def end_evaluation(self) -> None:
+        """Forget the rows of an evaluation, if there is one; engines may load newer versions again."""
+        if (stream := self.evaluating) is not None:
             self.evaluating = None
             with self.control.changed:
                 self.control.streams.remove(stream)
                 self.control.data.free(stream.table.evict(stream.tasks.rows))
             self.control.change(lambda: setattr(self.control.loading, "pinned", False))
-        return table
 
     def index(self, table: StoredRows) -> Rows:
         """Return the index columns."""
@@ -152,10 +158,16 @@ class StreamingBackend:
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         """Let the leader of every role that changes write it; with `copy` it continues as soon as it has copies."""
-        self._carry_out(lambda role: Save(folder.resolve(), copy))
+
+        def saved(role: str) -> Save:
+            # Ranks that were lost may have left files there.
+            shutil.rmtree(folder / role, ignore_errors=True)
+            return Save(folder.resolve(), copy)
+
+        self._carry_out(saved)
         if not copy:
             return []
-        return [partial(self._written, *given) for given in self._give(lambda role: ReportWrite()).items()]
+        return [partial(self._written, *given) for given in self._give(lambda role: ReportWrite()).values()]
 
     def load(self, folder: Path, version: int) -> None:
         """Load every role that changes; generation continues with these weights, and the queue after iteration
@@ -164,8 +176,14 @@ class StreamingBackend:
         If all rows still exist, engines already have, or load, that version.
         """
         published = version if self.restored is not None else None
-        exported = self.control.exported
-        self._carry_out(lambda role: LoadCheckpoint(folder.resolve(), published if role in exported else None))
+        control, exported = self.control, self.control.exported
+        self.processes.forget_states()
+
+        def loaded(role: str) -> LoadCheckpoint:
+            is_wanted = role in exported and (published is not None or control.lacks_weights(role))
+            return LoadCheckpoint(folder.resolve(), version if is_wanted else None)
+
+        self._carry_out(loaded)
         with self.control.changed:
             if self.restored is not None:
                 # The rows of the checkpoint return to the queue; those that are drawn again are counted.
@@ -183,34 +201,45 @@ class StreamingBackend:
     def _carry_out(self, task_of: Callable[[str], Task]) -> None:
         """Wait until every leader has done the task of its role. Raises WorkerError after the time limit."""
         limit = time.monotonic() + ORDER_LIMIT_S
-        for number, holder in self._give(task_of).items():
+        for role, (holder, number) in self._give(task_of).items():
             while number not in self.control.results:
+                if holder not in self.control.holders:
+                    # The role's ranks have met anew, and have another leader.
+                    holder, number = self._order(role, task_of, limit)
                 self._wait_until(limit, holder)
 
-    def _give(self, task_of: Callable[[str], Task]) -> dict[int, str]:
-        """Order every leader to do the task of its role; return the leaders by order number.
+    def _give(self, task_of: Callable[[str], Task]) -> dict[str, tuple[str, int]]:
+        """Order every leader to do the task of its role; return leaders and numbers of orders, by role.
 
         Raises WorkerError if a leader does not register in time.
         """
-        limit, given = time.monotonic() + ORDER_LIMIT_S, {}
-        for holder, role in self.processes.trainers().items():
-            while holder not in self.control.holders:
-                self._wait_until(limit, holder)
-            given[self.control.give_order(holder, task_of(role))] = holder
+        limit = time.monotonic() + ORDER_LIMIT_S
+        return {role: self._order(role, task_of, limit) for role in self.processes.leaders()}
+
+    def _order(self, role: str, task_of: Callable[[str], Task], limit: float) -> tuple[str, int]:
+        """Order the present leader of a role to do a task; return the leader and the number of the order."""
+        while True:
+            with self.control.changed:
+                if (holder := self.processes.leaders()[role]) in self.control.holders:
+                    number = self.control.give_order(holder, task_of(role))
+                    break
+            self._wait_until(limit, holder)
         self.control.notify()
-        return given
+        return holder, number
 
     def _wait_until(self, limit: float, holder: str) -> None:
         if time.monotonic() > limit:
             raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
         self._wait(None)
 
-    def _written(self, number: int, holder: str) -> None:
-        """Wait, in any thread, until a leader has written its copy. Raises OSError if it failed or has ended."""
-        process = next(member.process for member in self.processes.members if member.holder == holder)
+    def _written(self, holder: str, number: int) -> None:
+        """Wait, in any thread, until a leader has written its copy.
+
+        Raises OSError if that failed, and LostWrite if one of its ranks has ended.
+        """
         while number not in self.control.results:
-            if self.control.stopping or not process.alive:
-                raise OSError(f"{holder} has ended")
+            if self.control.stopping or holder not in self.control.holders:
+                raise LostWrite(f"{holder} has ended")
             time.sleep(LOOK_EVERY_S)
         check_written(self.control.results[number].trouble)
 

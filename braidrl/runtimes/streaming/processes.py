@@ -6,10 +6,9 @@ main process ─start─▶ work: model, executor, connection to the queue
 
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,11 +20,12 @@ from braidrl.cluster.child import TaskFailed
 from braidrl.cluster.devices import choose_device
 from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.membership import Members, Membership, RepairBudget, member_name
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import mute_after
-from braidrl.cluster.world import World, world_at
+from braidrl.cluster.world import Meeting, World, elastic_world, world_at
 from braidrl.config import parse_config
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.engine import NodePart
@@ -38,15 +38,18 @@ from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client, DataPlane
 from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.queue.storage import Place
+from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
+from braidrl.runtimes.replicas import are_replicated, fit
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import DEATHS_OF_ROW, ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group
+from braidrl.runtimes.streaming.ranks import Rank, leader_of
 from braidrl.runtimes.streaming.weights import remove_weights
-from braidrl.runtimes.streaming.worker import StageLoop, WorkerContext, serve_rows
+from braidrl.runtimes.streaming.worker import WorkerContext, serve_rows
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.layouts import DataParallel
 
@@ -57,7 +60,6 @@ READY_LIMIT_S = 600.0
 PEERS_LIMIT_S = 10.0
 """Seconds that a rank without peers waits for their error."""
 ROWS_GROUP = Group(ROWS, "rows", None, (), 1)
-HOUR_S = 3600.0
 NAMED = 8
 """The most rows that a message names."""
 PREEMPTED = "preempted"
@@ -66,7 +68,7 @@ PREEMPTED = "preempted"
 
 @dataclass
 class Member:
-    """One process of a group; `holder` is its name at the queue, a new one after each start."""
+    """One process of a group."""
 
     group: Group
     number: int
@@ -75,26 +77,14 @@ class Member:
     started: float = field(default_factory=time.monotonic)
 
     @property
+    def name(self) -> str:
+        """Return its name among the members of its ranks."""
+        return member_name(self.number, self.starts)
+
+    @property
     def holder(self) -> str:
-        """Return its name at the queue."""
-        return f"{self.group.name}.{self.number}.{self.starts}"
-
-
-class RepairBudget:
-    """The repairs of the last hour: if more are needed, the losses have a common cause."""
-
-    def __init__(self, per_hour: int) -> None:
-        self.per_hour = per_hour
-        self._times = deque[float]()
-
-    def spend(self, now: float) -> bool:
-        """Record a repair at a time in seconds; return False if the last hour had as many as are allowed."""
-        while self._times and self._times[0] <= now - HOUR_S:
-            self._times.popleft()
-        if len(self._times) >= self.per_hour:
-            return False
-        self._times.append(now)
-        return True
+        """Return its name at the queue, a new one after each start; ranks that may change have one of their own."""
+        return f"{self.group.name}.{self.name}"
 
 
 class Processes:
@@ -110,11 +100,13 @@ class Processes:
         node: StorageNode,
         secret: str,
         kept: Mapping[str, Any],
+        repairs: RepairBudget,
     ) -> None:
         """Store the parts; start nothing yet.
 
         Workers reach the control plane at the address `queue`, and each other's nodes, by the secret. `kept` are the
-        examples that passed the length limit, for the process that makes rows of them.
+        examples that passed the length limit, for the process that makes rows of them. `repairs` limits how often lost
+        trainers start again; if it allows none they are the same to the end.
         """
         self.deployment, self.config = deployment, deployment.config
         self.folder, self.control, self.launcher = folder, control, launcher
@@ -127,7 +119,14 @@ class Processes:
         """Processes that end by themselves, and the times when they are killed otherwise."""
         self.starts_of: dict[tuple[str, int], int] = {}
         """How often processes that have left were started, by group and number."""
-        self.repairs = RepairBudget(self.config.streaming.repairs_per_hour)
+        self.repairs = RepairBudget(self.config.streaming.repairs_per_hour, "streaming.repairs_per_hour")
+        self.trainer_repairs = repairs
+        self.trained: dict[str, Members] = {}
+        """The ranks of each trained role, by group, if they may change."""
+        self.has_replicas = are_replicated(deployment.flow.changed_roles, deployment)
+        """True if each rank of a trained role holds all of its state."""
+        self.settled: dict[str, set[str]] = {}
+        """By group, the ranks that hold the state of the published version, or can go back to it."""
         self._store: dist.TCPStore | None = None
 
     def start(self, groups: Sequence[Group]) -> None:
@@ -136,12 +135,27 @@ class Processes:
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in [*groups, ROWS_GROUP]:
+            if group.trained and self.trainer_repairs.per_hour:
+                store = dist.PrefixStore(meeting_of(self.secret, group), self._store)
+                self.trained[group.name] = Members(store, first_members(group).members)
             for number in range(group.processes):
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
 
-    def trainers(self) -> dict[str, str]:
-        """Return the leader of each trained role, by its name at the queue."""
-        return {m.holder: str(m.group.role) for m in self.members if m.group.trained and m.number == 0}
+    def leaders(self) -> dict[str, str]:
+        """Return the name at the queue of each trained role's leader."""
+        fixed = {str(m.group.role): m.holder for m in self.members if m.group.trained and m.number == 0}
+        roles = {m.group.name: str(m.group.role) for m in self.members if m.group.trained}
+        return fixed | {roles[name]: leader_of(name, ranks.known) for name, ranks in self.trained.items()}
+
+    def leads(self, member: Member) -> str | None:
+        """Return the name at the queue of a process that leads its worker, else None."""
+        if (ranks := self.trained.get(member.group.name)) is not None:
+            return leader_of(member.group.name, ranks.known) if ranks.known.members[0] == member.name else None
+        return member.holder if member.number % member.group.ranks == 0 else None
+
+    def ranks(self) -> dict[str, int]:
+        """Return the number of ranks of each trained role whose ranks may change."""
+        return {name: len(ranks.known.members) for name, ranks in self.trained.items()}
 
     def watch(self, group: str | None = None) -> None:
         """Replace killed workers, and kill hanging ones: of all groups, or of one.
@@ -158,11 +172,12 @@ class Processes:
                 continue  # it has left with another process of its worker
             if member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder):
                 tell(f"{member.process.name} {member.process.describe_end()}")
-            if member.process.alive and member.holder in silent:
-                member.process.kill()
             # Only leading ranks talk to the queue.
-            is_late = member.number % member.group.ranks == 0 and time.monotonic() - member.started > READY_LIMIT_S
-            if member.process.alive and is_late and member.holder not in self.control.holders:
+            holder = self.leads(member)
+            if member.process.alive and holder in silent:
+                member.process.kill()
+            is_late = holder is not None and time.monotonic() - member.started > READY_LIMIT_S
+            if member.process.alive and is_late and holder not in self.control.holders:
                 raise WorkerError(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
             if not member.process.alive:
                 self._replace(member)
@@ -188,11 +203,9 @@ class Processes:
             raise failure.error()
         killed = next((peer for peer in peers if died(peer)), member)
         if member.group.trained:
-            raise LostProcess(
-                f"{killed.group.name} {killed.number}, which holds weights that have changed, is gone "
-                f"({killed.process.describe_end()}); go on from the last checkpoint"
-            )
-        if not self.repairs.spend(time.monotonic()):
+            self._lose_trainer(killed)
+            return
+        if not self.repairs.spend():
             most = self.control.deaths.most_common(NAMED)
             rows = [uid for (_, uid), count in most if count >= DEATHS_OF_ROW]
             suspects = f"; rows that {DEATHS_OF_ROW} or more lost workers had: {rows}" if rows else ""
@@ -208,6 +221,82 @@ class Processes:
                 f"row {uid} (source, group, sample) is left out: {DEATHS_OF_ROW} engines have ended with it, the last "
                 f"while it ran alone ({killed.process.describe_end()}); it stays without a response"
             )
+
+    def _lose_trainer(self, lost: Member) -> None:
+        """Let the ranks that are left continue from memory; the lost one starts again, and joins them later.
+
+        Raises LostProcess if no rank of a role has its state, or the budget is spent.
+        """
+        said = (
+            f"{lost.group.name} {lost.number}, which holds weights that have changed, is gone "
+            f"({lost.process.describe_end()})"
+        )
+        ranks = self.trained.get(lost.group.name)
+        if ranks is not None and lost.name not in ranks.known.members and self.trainer_repairs.spend():
+            tell(f"{said}; it starts again by itself, the others go on without it ({self.trainer_repairs})")
+            ranks.lose(lost.name)
+            self._start_again(lost)
+            return
+        if not self._remember():
+            raise LostProcess(f"{said}; go on from the last checkpoint")
+        if not self.trainer_repairs.spend():
+            raise LostProcess(f"{said}, after too many others ({self.trainer_repairs})")
+        tell(f"{said}; it starts again by itself, the others go on from memory ({self.trainer_repairs})")
+        self.continue_from_memory()
+
+    def _remember(self) -> bool:
+        """Return True if a rank of each trained role holds the state of the published version, or can go back to it."""
+        self._note_settled()
+        living = {(member.group.name, member.name) for member in self.members if member.process.alive}
+        return (
+            self.has_replicas
+            and bool(self.trained)
+            and self.control.weights.outlive_trainers
+            and all(any((name, member) in living for member in self.settled[name]) for name in self.trained)
+        )
+
+    def _note_settled(self) -> None:
+        """Record which ranks have done what they were given when they met."""
+        for name, ranks in self.trained.items():
+            if name not in self.control.unloaded:
+                self.settled[name] = set(ranks.known.members)
+
+    def forget_states(self) -> None:
+        """Record that no trainer holds the state of a version until all have loaded a checkpoint."""
+        self.control.unloaded = frozenset(member.group.name for member in self.members if member.group.trained)
+        self.settled = {name: set() for name in self.trained}
+
+    def waiting(self) -> bool:
+        """Return True if lost trainers are back, and wait to join the others."""
+        return any(ranks.waiting() for ranks in self.trained.values())
+
+    def continue_from_memory(self) -> None:
+        """Let all trainers meet anew, and repeat what they have made of the next version."""
+        with self.control.changed:
+            self.regroup()
+            self.control.continue_from_memory(self.leaders())
+        self.control.notify()
+
+    def regroup(self) -> None:
+        """Let the ranks of each trained role meet anew: without dead ones, which start again, and with those that wait.
+
+        Where those are too few for the layout, they wait for the others. All leases of trainers end.
+        """
+        self._note_settled()
+        for name, ranks in self.trained.items():
+            processes = [member for member in self.members if member.group.name == name]
+            dead = [member for member in processes if not member.process.alive]
+            gone = {member.name for member in dead}
+            for member in dead:
+                self._start_again(member)
+            left = [member for member in ranks.known.members if member not in gone]
+            came, role = [one for one in ranks.waiting() if one not in gone], [str(processes[0].group.role)]
+            if not (left and self.has_replicas) and not fit(role, self.deployment, len(left) + len(came)):
+                came = [member.name for member in processes if member.name not in left]
+            before = leader_of(name, ranks.known)
+            # In this order: a leader that is refused looks for the next membership.
+            ranks.change(gone, came)
+            self.control.fail(before, died=False)
 
     def workers_of(self, group: str) -> dict[int, list[Member]]:
         """Return the processes of each worker of a group, by the worker's number."""
@@ -276,19 +365,27 @@ class Processes:
             member.process.close(0.0)
             self.control.fail(member.holder)
         for member in members:
-            member.starts, member.started = member.starts + 1, time.monotonic()
-            member.process = self._start(member.group, member.number, member.starts)
+            self._start_again(member)
+
+    def _start_again(self, member: Member) -> None:
+        """Start a process that has ended."""
+        member.process.close(0.0)
+        member.starts, member.started = member.starts + 1, time.monotonic()
+        member.process = self._start(member.group, member.number, member.starts)
 
     def close(self, limit_s: float = END_LIMIT_S) -> None:
         """Wait for the end of all processes, which the queue notifies, and kill those that are late."""
         limit = time.monotonic() + limit_s
+        for member in self.members:
+            if (ranks := self.trained.get(member.group.name)) and member.name not in ranks.known.members:
+                member.process.close(0.0)  # nothing tells it while it waits to become a rank
         self.members += [member for member, _ in self.leaving]
         self.leaving = []
         while self.members:
             self.members[-1].process.close(max(0.0, limit - time.monotonic()))
             self.members.pop()
         # A traceback would keep the store, and with it its port.
-        self._store = None
+        self.trained, self._store = {}, None
 
     def _start(self, group: Group, number: int, starts: int) -> Process:
         assert self._store is not None
@@ -305,6 +402,7 @@ class Processes:
             "holder": f"{group.name}.{number}.{starts}",
             "queue": self.queue,
             "leader": f"{group.name}.{number - number % group.ranks}.{starts}",
+            "may_change": group.name in self.trained,
             "folder": str(self.folder.resolve()),
             "meeting": [self.launcher.ip, self._store.port],
             "secret": self.secret,
@@ -384,24 +482,34 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
     consumers = {**Consumers(flow).by_name, **Consumers(prepared.evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
     held = [str(group.role)] if group.kind == "model" else []
-    executor = StageExecutor(prepared, held, Progress(bars=False), generating, ranks, group.trained, checks)
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
-    leader = arguments["leader"], arguments["queue"]
-    context = WorkerContext(group, config.streaming, consumers, executor, data, trace, *leader, place.run, ip)
-    try:
-        # Only leading ranks take from the queue.
-        if not world.first:
-            StageLoop(context, world, None).follow()
-        else:
-            with closing(Client(arguments["queue"], arguments["holder"], data, bool(generating))) as client:
-                if generating:
-                    run_together(executor.engines, GenerateLoop(context, client).serve)
-                else:
-                    StageLoop(context, world, client).lead()
+
+    def context(rewards: RuleRewards | None = None) -> WorkerContext:
+        parts = replace(prepared, running=rewards)
+        executor = StageExecutor(parts, held, Progress(bars=False), generating, ranks, group.trained, checks)
+        leader = arguments["leader"], arguments["queue"]
+        return WorkerContext(group, config.streaming, consumers, executor, data, trace, *leader, place.run, ip)
+
+    with closing(data), closing(trace):
+        if generating:
+            made = context()
+            with closing(made.executor), closing(Client(made.queue, made.leader, data, True)) as client:
+                run_together(made.executor.engines, GenerateLoop(made, client).serve)
+            return
+        has_replicas = are_replicated([str(group.role)], prepared.deployment)
+        with closing(Rank(world, context, has_replicas)) as rank:
+            rank.serve()
         world.close()
-    finally:
-        trace.close()
-        executor.close()
+
+
+def meeting_of(secret: str, group: Group) -> str:
+    """Return the prefix of the keys with which the ranks of a group that may change meet."""
+    return f"{secret}/{group.name}"
+
+
+def first_members(group: Group) -> Membership:
+    """Return the ranks with which a group starts."""
+    return Membership(0, tuple(member_name(number, 0) for number in range(group.processes)))
 
 
 def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
@@ -417,13 +525,17 @@ def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
 
 
 def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
-    """Return the ranks of a worker, which meet at a store; a world of one for a single process."""
-    if group.ranks == 1:
+    """Return the ranks of a worker, which meet at a store; a world of one for a process that shares nothing."""
+    (host, port), rank = arguments["meeting"], arguments["rank"]
+    if arguments["may_change"]:
+        store = connect_store(host, port, RANKS_LIMIT_S, meeting_of(arguments["secret"], group))
+        member = member_name(rank, arguments["starts"])
+        return elastic_world(Meeting(store, RANKS_LIMIT_S, cuda, host), member, first_members(group), rank)
+    if group.ranks == 1 and not group.divided:
         return World()
-    host, port = arguments["meeting"]
-    started = f"{arguments['secret']}/{group.name}.{arguments['starts']}"
+    started = f"{meeting_of(arguments['secret'], group)}.{arguments['starts']}"
     store = connect_store(host, port, RANKS_LIMIT_S, started)
-    return world_at(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
+    return world_at(store, rank, group.ranks, RANKS_LIMIT_S, cuda, host)
 
 
 def orphaned(arguments: Mapping[str, Any]) -> None:

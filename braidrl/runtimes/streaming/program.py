@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.process import Launcher
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.data.loader import PromptLoader
@@ -52,8 +53,10 @@ from braidrl.weights.versions import LoadingSchedule
 class StreamingController:
     """Drives iterations by admission and permits; the available rows decide which stage runs when."""
 
-    def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress) -> None:
-        """Start the queue and all workers of a run that `check_streaming` accepts."""
+    def __init__(
+        self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress, repairs: RepairBudget
+    ) -> None:
+        """Start the queue and all workers of a run that `check_streaming` accepts; `repairs` are those of trainers."""
         config, flow = prepared.config, prepared.flow
         self.loader, self.progress = loader, progress
         trainer, samples = config.trainer, config.rollout.samples_per_prompt
@@ -86,12 +89,14 @@ class StreamingController:
             prepared = replace(prepared, config=with_nodes(prepared.deployment, launcher.devices_of_node))
             prepared.deployment.check(flow)
             self.groups = worker_groups(prepared.deployment)
-            self._start(prepared, folder, launcher, resources)
+            self._start(prepared, folder, launcher, repairs, resources)
             self.backend = StreamingBackend(
                 prepared.evaluation, self.control, self.processes, self.wait, self._admit, resources.pop_all()
             )
 
-    def _start(self, prepared: Prepared, folder: Path, launcher: Launcher, resources: ExitStack) -> None:
+    def _start(
+        self, prepared: Prepared, folder: Path, launcher: Launcher, repairs: RepairBudget, resources: ExitStack
+    ) -> None:
         config, streaming = prepared.config, prepared.config.streaming
         # A client, also on this machine, needs a secret that only this run's processes know.
         secret = secrets.token_hex(32)
@@ -109,8 +114,9 @@ class StreamingController:
         self.control.notify = self.server.changed
         # From here on it is an error if this process reads or writes payload.
         node.data.refuses_payload = True
+        connected = self.server.address, node, secret
         self.processes = Processes(
-            prepared.deployment, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
+            prepared.deployment, folder, self.control, launcher, *connected, prepared.kept, repairs
         )
         resources.callback(self.processes.close, 0.0)
         self.processes.start(self.groups)
@@ -147,6 +153,9 @@ class StreamingController:
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
+        # At once: trainers have hardly begun the next batch.
+        if self.processes.has_replicas and self.processes.waiting():
+            self.processes.continue_from_memory()
         result = self._result(finished)
         for name, value in self.loader.measure(iteration, result.generated).items():
             result.sums.add(name, value)
@@ -197,18 +206,23 @@ class StreamingController:
         after = self.opening.get(number + 1) or self._current()
         return StartedBatch(number, table, left_out, record.outcome, reports, after)
 
+    def is_awaited(self) -> bool:
+        """Return True if lost trainers are back and get their state from a checkpoint."""
+        return not self.processes.has_replicas and self.processes.waiting()
+
     def begin_again(self, version: int) -> Restart:
-        """Replace the training processes. Rows are kept if the checkpoint is of the last published version, else
-        forgotten.
+        """Let the ranks of all trained roles meet anew. Rows are kept if the checkpoint is of the last published
+        version, else forgotten.
 
         Otherwise rows drawn by versions newer than the checkpoint would be trained by a run that never made those
         versions.
         """
-        self.control.unloaded = frozenset(group.name for group in self.groups if group.trained)
-        # Also healthy ones: their gradients contain lost rows.
-        self.processes.restart([member for member in self.processes.members if member.group.trained])
+        self.processes.forget_states()
+        self.processes.regroup()
         if self.control.train_again(version):
+            self.control.allow(version)
             self.backend.restored = None
+            self.backend.end_evaluation()
             return Restart.WITH_ROWS
         with self.control.changed:
             self.backend.forgotten = set(self.stream.schedule.started) | set(self.stream.schedule.versions)
@@ -320,6 +334,7 @@ class StreamingController:
         result = IterationResult(generated, final, finished.table, finished.final, sums, dropped=outcome.dropped)
         with self.control.changed:
             observed = {**self.control.seen_now(), **self.control.activity.take_sums()}
+        observed |= {f"ranks/members/{group}": float(size) for group, size in self.processes.ranks().items()}
         for name, value in observed.items():
             result.sums.add(name, value)
         data = self.control.data

@@ -7,7 +7,7 @@ step ──optim_step──▶ the next update ... the last one ──▶ later 
 Stages run through the executor, as in every runtime. All ranks of the role call the same methods in the same order.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +36,21 @@ class Trainer:
     """One rank."""
 
     def __init__(
-        self, consumer: Consumer, executor: StageExecutor, trace: WorkerTrace, data: DataPlane, world: World, most: int
+        self,
+        consumer: Consumer,
+        executor: StageExecutor,
+        trace: WorkerTrace,
+        data: DataPlane,
+        world: World,
+        most: int,
+        keep: Callable[[int], object],
     ) -> None:
-        """Begin without a batch. At most `most` rows pass through the model at a time, over all ranks."""
+        """Begin without a batch. At most `most` rows pass through the model at a time, over all ranks.
+
+        `keep` is called with the version of the weights before a batch changes them.
+        """
         self.consumer, self.executor, self.trace, self.data = consumer, executor, trace, data
-        self.world, self.most = world, most
+        self.world, self.most, self.keep = world, most, keep
         self._forget()
 
     def _forget(self) -> None:
@@ -67,6 +77,7 @@ class Trainer:
         batch = leased.batch
         assert batch is not None, "rows of a trainer belong to a batch"
         if not self.iteration:
+            self.keep(leased.iteration - 1)
             self.iteration, self.states = leased.iteration, leased.states
             self.stages, self.rows_left = self.consumer.due(leased.iteration), batch.batch_rows
             self.at, self.steps = self._next_update(0), (batch.steps, batch.update_rows)

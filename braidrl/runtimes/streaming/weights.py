@@ -139,11 +139,6 @@ class Versions:
         self.known: dict[str, dict[int, WeightLocation]] = {role: {} for role in roles}
 
     @property
-    def newest(self) -> int:
-        """Return the newest version with weights; 0 if there are none."""
-        return max((version for known in self.known.values() for version in known), default=0)
-
-    @property
     def outlive_trainers(self) -> bool:
         """Return True if every version is in a file that survives the ranks that wrote it."""
         return all(location.path for location in self.locations())
@@ -165,6 +160,11 @@ class Versions:
             for version in [version for version in known if version < max(needed) and version not in needed]:
                 freed.append(known.pop(version))
         return freed
+
+    def withdrawn(self, version: int) -> list[WeightLocation]:
+        """Forget versions newer than this one, which no engine has loaded; return their locations."""
+        newer = [(known, number) for known in self.known.values() for number in known if number > version]
+        return [known.pop(number) for known, number in newer]
 
     def locations(self) -> Iterator[WeightLocation]:
         """Return the locations of all kept versions."""

@@ -122,11 +122,18 @@ class LoadCheckpoint(Message):
     version: int | None = None
 
 
+class GoBack(Message):
+    """Go back to the weights of a version, and give them to ranks that lack them; publish them with `export`."""
+
+    version: int
+    export: bool
+
+
 class ReportWrite(Message):
     """Report when the copy is written."""
 
 
-Task = MakeRows | WriteRows | Save | LoadCheckpoint | ReportWrite
+Task = MakeRows | WriteRows | Save | LoadCheckpoint | GoBack | ReportWrite
 
 
 class Order(Lost, kw_only=True):

@@ -14,6 +14,7 @@ Rows of a frozen role pass through; rows of a trained role stay with its `Traine
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.world import Ranks, World
@@ -22,7 +23,7 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame, pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
-from braidrl.errors import UserError, first_line
+from braidrl.errors import LostPeers, UserError, first_line
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import WorkerTrace
@@ -31,6 +32,7 @@ from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled
 from braidrl.queue.table import Positions, StoredMessage, StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.setup import with_data, without_data
+from braidrl.runtimes.replicas import Replica
 from braidrl.runtimes.row_store import RowStore
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
@@ -40,6 +42,7 @@ from braidrl.runtimes.streaming.weights import VersionWriter, source_of
 from braidrl.runtimes.streaming.work import (
     Broadcast,
     Give,
+    GoBack,
     LeasedRows,
     LoadCheckpoint,
     MakeRows,
@@ -84,11 +87,43 @@ class WorkerContext:
     """This node's address."""
 
 
-class StageLoop:
-    """One rank; the leader has a client."""
+class TrainerState:
+    """The state of the trained role on this rank, over all memberships of its ranks."""
 
-    def __init__(self, context: WorkerContext, world: World, client: Client | None) -> None:
-        self.context, self.world, self.client = context, world, client
+    def __init__(self, world: World, executor: StageExecutor, has_replicas: bool) -> None:
+        self.world, self.executor, self.has_replicas = world, executor, has_replicas
+        self.replica = Replica(world)
+        self.is_new = False
+        """True in a process that has come to the others, until it has their state."""
+
+    def keep(self, version: int) -> None:
+        """Copy what the training after a version is going to change, before it begins."""
+        if self.has_replicas:
+            self.replica.keep(version, self.executor)
+
+    def go_back(self, version: int) -> None:
+        """Undo the training after a version, and give its state to new ranks. All ranks call this together."""
+        if not self.is_new:
+            self.replica.go_back(version, self.executor)
+        new = self.world.gather("ranks without a state", self.is_new)
+        if any(new):
+            self.replica.share(self.executor, new.index(False), self.is_new)
+        self.is_new = False
+        self.executor.regroup()
+        # The leader reports this for all.
+        self.world.gather("ranks that have gone back", None)
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint in place of any state. All ranks call this together."""
+        self.executor.load(folder)
+        self.replica.undo, self.is_new = None, False
+
+
+class StageLoop:
+    """One rank among the present ones; the leader has a client."""
+
+    def __init__(self, context: WorkerContext, world: World, client: Client | None, state: TrainerState) -> None:
+        self.context, self.world, self.client, self.state = context, world, client, state
         self.role = str(context.group.role)
         """The role whose model is here."""
         self.most = context.settings.dispatch_rows * world.size
@@ -98,7 +133,7 @@ class StageLoop:
         self.trainer: Trainer | None = None
         if trained is not None:
             parts = context.executor, context.trace, context.data
-            self.trainer = Trainer(trained, *parts, world, self.most)
+            self.trainer = Trainer(trained, *parts, world, self.most, state.keep)
         self.writing = BackgroundWriter()
         self.exports = BackgroundWriter("new weights")
         """Writes this rank's share of a version while the next rows are trained on; no step may change the weights
@@ -108,19 +143,28 @@ class StageLoop:
         self.pending_order: int | None = None
         """The order that waits for the result of the write."""
 
+    def serve(self) -> None:
+        """Lead or follow until the run ends. Raises LostPeers when the ranks have changed."""
+        if self.world.first:
+            self.lead()
+        else:
+            self.follow()
+
     def lead(self) -> None:
         """Take work until the run ends, for all ranks."""
         assert self.client is not None
         settings, client, wait_s = self.context.settings, self.client, self.context.settings.wait_s
         # Heartbeats while this worker computes.
         WORK.on_advance = lambda: client.renew(settings.lease_s / 3)
-        with self.exports:
+        with self.writing, self.exports:
             while True:
                 request = TakeWork(self.context.group.consumers, self.most, self.world.size)
                 if self.trainer is not None:
                     request.role, request.ready = self.role, self.trainer.ready()
                 work = client.take(request, wait_s)
                 if isinstance(work.answer, Stop):
+                    if self.world.elastic is not None and self.world.elastic.is_outdated:
+                        raise LostPeers("the ranks have changed")
                     break
                 # Also without work, as a heartbeat of the leader for the others.
                 self._together(work)
@@ -139,7 +183,7 @@ class StageLoop:
 
     def follow(self) -> None:
         """Execute the leader's work until the run ends."""
-        with self.exports:
+        with self.writing, self.exports:
             while True:
                 answer, frames = unpack_message(self._broadcast(), tuple[Broadcast, list[bytes]])
                 if isinstance(answer, Stop):
@@ -155,8 +199,8 @@ class StageLoop:
         kind = type(answer).__name__
         stage = getattr(answer, "consumer", None) or getattr(answer, "stage", None) or kind
         self.world.at(stage)
-        self.exports.check()
-        with WORK.on(f"{stage} ({kind})"):
+        with WORK.on(f"{stage} ({kind})"), self.world.supervised(f"{stage} ({kind})"):
+            self.exports.check()
             match answer:
                 case LeasedRows():
                     consumer = self.context.consumers[answer.consumer]
@@ -241,6 +285,7 @@ class StageLoop:
         if is_optimized(stage):
             report = self.trainer.step(stage, work.iteration)
         else:
+            self.state.keep(work.iteration - 1)
             worker, name = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
             with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:
                 parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
@@ -268,12 +313,16 @@ class StageLoop:
         match order.task:
             case LoadCheckpoint(folder, version):
                 self.exports.wait()
-                executor.load(folder)
+                self.state.load(folder)
                 if version is not None:
                     # Engines may be ordered to load it at once.
                     self._begin_export(version)
                     self.exports.wait()
                     self.world.gather("weights are there", b"")
+            case GoBack(version, export):
+                self.state.go_back(version)
+                if export:
+                    self._begin_export(version)
             case Save(folder, copy=True):
                 self.writing.begin(executor.save(folder, writes, copy=True))
             case Save(folder):

@@ -23,13 +23,16 @@ from tests.tiny import (
     write_model,
 )
 
-LOSSES, EVERY = 7, 3
-"""Losses or arrivals of a run, and the steps between two of them."""
+LOSSES, EVERY = 5, 3
+"""Losses or arrivals of a run, 20 in all, and the steps between two of them."""
 RANKS: dict[str, Any] = {"runtime": "distributed", "workers": 3}
+WORKERS: dict[str, Any] = {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2, "actor": 3}}}
+SHARDS: dict[str, Any] = {"trainer": {"layout": {"shard": "full"}}}
 CASES: dict[str, dict[str, Any]] = {
     "replicas": RANKS,
-    "shards": {**RANKS, "trainer": {"layout": {"shard": "full"}}},
-    "engines": {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 2}}},
+    "shards": {**RANKS, **SHARDS},
+    "workers": WORKERS,
+    "shards-of-workers": {**WORKERS, **SHARDS},
 }
 
 
@@ -67,8 +70,9 @@ def test_random_losses_and_arrivals_leave_the_result_as_it_is(workshop: Workshop
             process.kill()
     print(case, changes)
     assert process.returncode == 0, said
-    if case != "engines":
-        assert said.count("the others go on") >= LOSSES - 1 and "ranks continue after step" in said, said
+    killed = sum(one.startswith(("rank", "actor-")) for one in changes)
+    # Two may be lost at once.
+    assert said.count("the others go on") >= killed - 1 and killed, said
     assert metrics_agree(folder, quiet)
     for step in range(1, trainer["steps"] + 1):
         assert recorded(folder, step).uids() == recorded(quiet, step).uids()

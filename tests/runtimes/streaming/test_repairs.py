@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.streaming.processes import HOUR_S, RepairBudget
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model
 
 DEADLY = """
@@ -20,14 +19,6 @@ def deadly(response: str, prompt: str) -> bool:
         os.kill(os.getpid(), signal.SIGKILL)
     return response[:1] in set("02468")
 """
-
-
-def test_repairs_beyond_the_budget_of_an_hour_are_refused() -> None:
-    budget = RepairBudget(2)
-    assert [budget.spend(now) for now in (0.0, 10.0, 20.0)] == [True, True, False]
-    assert budget.spend(HOUR_S + 1.0), "the first repair is more than an hour ago"
-    assert [budget.spend(HOUR_S + 2.0), budget.spend(HOUR_S + 11.0)] == [False, True]
-    assert not RepairBudget(0).spend(0.0)
 
 
 @pytest.mark.soak

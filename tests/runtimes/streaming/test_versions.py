@@ -21,7 +21,12 @@ def test_engine_receives_changes_since_its_version_only() -> None:
     assert versions().between(0, 2) == [("actor", 2, place("actor-2")), ("rival", 1, place("rival-1"))]
     assert versions().between(1, 2) == [("actor", 2, place("actor-2"))]
     assert versions().between(2, 2) == []
-    assert versions().newest == 3 and Versions(["actor"]).newest == 0
+
+
+def test_versions_of_lost_trainers_beyond_the_published_one_are_withdrawn() -> None:
+    known = versions()
+    assert [location.path for location in known.withdrawn(2)] == ["actor-3", "rival-3"]
+    assert known.between(1, 3) == [("actor", 2, place("actor-2"))] and known.withdrawn(2) == []
 
 
 def test_version_is_kept_while_an_engine_needs_it() -> None:
