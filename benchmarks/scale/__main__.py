@@ -1,28 +1,36 @@
 """Plays ranks of large runs, each in a process of its own, and prints the table of docs/scaling.md."""
 
 import argparse
+import datetime
 import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.scale.played import join_played
+from benchmarks.machine import describe
+from benchmarks.scale.played import PlayedWorld, join_played
 from braidrl.config import Config, load_config
-from braidrl.data.prompts import PARTS, Reading, new_folder, part_of, write_part
+from braidrl.data.prompts import PARTS, Reading, new_folder, part_of, part_writers, write_part
 from braidrl.data.templates import PromptTemplate
-from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.run import StepMetrics, TrainingRun
+from braidrl.runtimes.saving.checkpoints import RunState
 from braidrl.training.loading import load_tokenizer
 
 SIZES = (8, 64, 512, 1024)
 GROUPS, SAMPLES, LINES = 2, 4, 64
 """Groups of a rank's rows, their samples, and lines of data for each rank."""
 STEPS = 3
+
+
+PARTS_OF_RUN = ("start", "step", "evaluation", "checkpoint", "resume", "report")
+RESULT = Path(__file__).parents[1] / "results" / "ranks.json"
 
 
 class Alone:
@@ -32,7 +40,29 @@ class Alone:
         self.rank, self.size = rank, size
 
 
-def config_of(folder: Path, size: int) -> Config:
+class PlayedRun(TrainingRun):
+    """A training run whose parts are counted apart."""
+
+    world: PlayedWorld
+
+    def _one_step(self, state: RunState) -> None:
+        with self.world.within(f"step {self.step + 1}"):
+            super()._one_step(state)
+
+    def _evaluate(self) -> StepMetrics:
+        with self.world.within("evaluation"):
+            return super()._evaluate()
+
+    def _save(self, state: RunState, wait: bool = False) -> None:
+        with self.world.within("checkpoint"):
+            super()._save(state, wait=True)
+
+    def _report(self, rehearsal: bool = False) -> None:
+        with self.world.within("report"):
+            super()._report(rehearsal)
+
+
+def config_of(folder: Path, size: int, steps: int = STEPS) -> Config:
     return load_config(
         folder / "run.yaml",
         [
@@ -43,17 +73,21 @@ def config_of(folder: Path, size: int) -> Config:
             "device=cpu",
             f"model={folder / 'model'}",
             f"data.train={folder / f'lines-{size}.jsonl'}",
+            f"data.eval.held_out={folder / f'held-out-{size}.jsonl'}",
             "data.in_memory=1",
             f"data.cache={folder / 'cache'}",
             "reward.verify=gsm8k",
             "reward.sandbox=none",
-            "evaluation.every=0",
+            f"evaluation.every={steps}",
+            "evaluation.before_first_step=true",
+            f"evaluation.samples={SAMPLES}",
+            f"evaluation.max_prompts={GROUPS * size}",
             "trainer.checkpoint_every=0",
             f"rollout.samples_per_prompt={SAMPLES}",
             # Rows of equal length: no rank's rows move, whichever rank is played.
             "rollout.max_response_tokens=1",
             f"trainer.prompts_per_step={GROUPS * size}",
-            f"trainer.steps={STEPS}",
+            f"trainer.steps={steps}",
             "trainer.max_tokens_per_device=256",
             f"output={folder / 'runs'}",
         ],
@@ -61,54 +95,55 @@ def config_of(folder: Path, size: int) -> Config:
 
 
 def write_data(folder: Path, size: int) -> float:
-    """Write the parts of all ranks of a source; return the seconds of one of them."""
-    config, seconds = config_of(folder, size), list[float]()
-    source = config.data.training_sources[0]
-    lines = [json.dumps({"prompt": f"{n % 90 + 10}+7=", "answer": str(n % 90 + 17)}) for n in range(LINES * size)]
-    source.path.write_text("\n".join(lines) + "\n")
+    """Write the parts of all ranks of the training and the held-out data; return the seconds of one rank's share."""
+    config = config_of(folder, size)
     template = PromptTemplate.of(load_tokenizer(config.model), config.data)
-    table = new_folder(Reading(source), config.data, template)[0]
-    table.mkdir(parents=True, exist_ok=True)
-    start = time.process_time()
-    outcome = write_part(Reading(source), iter(Reading(source)), template, config.data, Alone(0, size), table)  # type: ignore[arg-type]
-    seconds.append(time.process_time() - start)
-    # Equal rows: the parts of the other ranks have the lengths of the first one's.
-    for rank in range(1, size):
-        part_of(table, rank, size).write_bytes(part_of(table, 0, size).read_bytes())
-    facts = {**outcome["facts"], "read": LINES * size}
-    (table / "facts.json").write_text(json.dumps(facts))
-    (table / PARTS).write_text(json.dumps({"parts": size, "batches": size}))
-    return seconds[0]
+    held_out, seconds = config.data.evaluation_sources["held_out"], 0.0
+    for source, count, split in ((config.data.training_sources[0], LINES, "train"), (held_out, GROUPS, "test")):
+        lines = [json.dumps({"prompt": f"{n % 90 + 10}+7=", "answer": str(n % 90 + 17)}) for n in range(count * size)]
+        source.path.write_text("\n".join(lines) + "\n")
+        reading = Reading(source, usual_split=split)
+        table = new_folder(reading, config.data, template)[0]
+        table.mkdir(parents=True, exist_ok=True)
+        start = time.process_time()
+        alone: Any = Alone(0, size)
+        outcome = write_part(reading, iter(reading), template, config.data, alone, table)
+        seconds = seconds or time.process_time() - start
+        # Equal rows: the parts of the other ranks have the lengths of the first one's.
+        parts = len(part_writers(size))
+        for number in range(1, parts):
+            part_of(table, number, parts).write_bytes(part_of(table, 0, parts).read_bytes())
+        (table / "facts.json").write_text(json.dumps({**outcome["facts"], "read": parts * outcome["facts"]["read"]}))
+        (table / PARTS).write_text(json.dumps({"parts": parts, "batches": parts * -(-outcome["batches"] // parts)}))
+    return seconds
 
 
 def play(folder: Path, rank: int, size: int) -> dict[str, Any]:
-    """Play one rank through its start, some steps and a checkpoint."""
+    """Play one rank through its start, some steps, two evaluations, a checkpoint and a resume."""
     record = folder / f"record-{size}.pt"
-    world = join_played(rank, size, GROUPS, None if rank == 0 else torch.load(record))
-    config = config_of(folder, size)
+    world = join_played(rank, size, None if rank == 0 else torch.load(record, weights_only=False))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()
-    run = TrainingRun(config, world=world)
-    started = time.process_time() - start - world.played.modelled_s
-    world.folder = run.folder
-    world.mark()
-    marked = (world.played.sent.total(), world.played.messages.total())
-    with run:
-        run.train()
+    with PlayedRun(config_of(folder, size), world=world) as run:
+        world.folder = run.folder
+        with world.within("train"):
+            run.train()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with world.within("resume"), PlayedRun(config_of(folder, size, STEPS + 1), world=world, resume=run.folder):
+        pass
     world.mark()
     if rank == 0:
         torch.save(world.played.record, record)
-    step = sum(s for place, s in world.seconds.items() if place.startswith((f"step {STEPS}", "admission")))
+    parts = dict(world.parts)
+    # The first step warms caches; two evaluations.
+    parts["step"] = parts[f"step {STEPS}"]
+    parts["evaluation"] = Counter({name: count / 2 for name, count in parts["evaluation"].items()})
     return {
-        "size": size,
+        "ranks": size,
         "rank": rank,
-        "start_s": started,
-        "step_s": step,
-        "seconds": dict(world.seconds),
-        "bytes_a_step": (world.played.sent.total() - marked[0]) / STEPS,
-        "messages_a_step": (world.played.messages.total() - marked[1]) / STEPS,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "before_mib": before / 1024,
+        "parts": {name: dict(parts.get(name, {})) for name in PARTS_OF_RUN},
+        "peak_mib": peak / 1024,
+        "grown_mib": (peak - before) / 1024,
+        "places": {place: round(s, 4) for place, s in world.places.items() if s > 0.002},
     }
 
 
@@ -117,18 +152,19 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--play", type=int, nargs=2, metavar=("RANK", "SIZE"))
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/ranks.json")
     arguments = parser.parse_args()
     if arguments.play:
         print(json.dumps(play(arguments.folder, *arguments.play)))
         return
+    played = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
         (folder / "run.yaml").write_text("{}")
-        print(
-            "| ranks | rank | tokenising its share, s | start, s | a step, s | MiB sent a step | messages | peak MiB |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
+        print("| ranks | rank | tokenising, s |" + "".join(f" {part}, s |" for part in PARTS_OF_RUN), end="")
+        print(" KiB sent a step | messages | messages of gloo's rings | peak MiB |")
+        print("|---" * (len(PARTS_OF_RUN) + 7) + "|")
         for size in arguments.sizes:
             tokenised = write_data(folder, size)
             for rank in (0, 1, size - 1):
@@ -137,14 +173,18 @@ def main() -> None:
                 if ended.returncode:
                     print(ended.stderr[-4000:], file=sys.stderr)
                     raise SystemExit(1)
-                told = json.loads(ended.stdout.splitlines()[-1])
-                numbers = [told[key] for key in ("start_s", "step_s")]
+                told = json.loads(ended.stdout.splitlines()[-1]) | {"tokenising_s": tokenised}
+                played.append(told)
+                parts = told["parts"]
+                seconds = "".join(f" {parts[part].get('seconds', 0.0):.3f} |" for part in PARTS_OF_RUN)
+                sent = f"{parts['step']['bytes'] / 2**10:,.0f} | {parts['step']['messages']:,.0f}"
+                sent += f" | {parts['step']['messages_in_rings']:,.0f}"
                 print(
-                    f"| {size:,} | {rank:,} | {tokenised:.2f} | {numbers[0]:.2f} | {numbers[1]:.2f} | "
-                    f"{told['bytes_a_step'] / 2**20:.2f} | {told['messages_a_step']:,.0f} | {told['peak_mib']:,.0f} |",
-                    flush=True,
+                    f"| {size:,} | {rank:,} | {tokenised:.2f} |{seconds} {sent} | {told['peak_mib']:,.0f} |", flush=True
                 )
-                print(json.dumps(told), file=sys.stderr)
+    if arguments.save:
+        about = {"date": datetime.date.today().isoformat(), **describe(1), "groups": GROUPS, "samples": SAMPLES}
+        RESULT.write_text(json.dumps({**about, "played": played}, indent=1) + "\n")
 
 
 def write_model(folder: Path) -> None:

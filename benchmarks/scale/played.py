@@ -1,18 +1,22 @@
-"""A process group that answers for all other ranks, from a model in which every rank has equal rows.
+"""The other ranks of a large run, answered for from a model in which every rank has equal rows.
 
 rank 0 is played first ──what it says──▶ record
-rank r: all-gather   the record of rank 0, and its own message for every other rank, with the groups of that rank
-        all-reduce   a sum times the number of ranks; a minimum or maximum as it is
+rank r: all-gather   the record of rank 0, and its own message for every other rank
+        columns      its own, with the groups of each rank
+        reduce       the record of rank 0; on rank 0 its own value, once for each rank
         broadcast    the record of rank 0
+        all-reduce   a sum times the number of ranks; a minimum or maximum as it is
 
 Every rank makes the same calls in the same order, so that the record's k-th entry answers the k-th call. Seconds that
-the model takes are counted apart.
+the model takes are counted apart. Messages and bytes are those that `cluster/peers.py` would send, and of an all-reduce
+those of gloo's ring.
 """
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +26,41 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from braidrl.cluster.world import World
-from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.cluster.peers import FRAME, HEAD, Buffer, Peers, distances
+from braidrl.cluster.world import World, bytes_of
+from braidrl.observe.rollouts import part_path
+from braidrl.runtimes.saving.checkpoints import digests, files_in
+from braidrl.runtimes.saving.folders import latest_checkpoint
+from braidrl.runtimes.spmd.shard import Form, News
 
-RECORDED_BYTES = 1 << 20
-"""Tensors of at most so many bytes are recorded; larger ones are gradients, which no other rank's call needs."""
+OF_A_MACHINE, MOST_GROUPS = 8, 1 << 20
+"""Ranks of a machine, and a bound of the groups' numbers."""
+
+
+class Counted:
+    """Bytes and messages that this rank sends, and seconds of the model."""
+
+    def __init__(self) -> None:
+        self.sent, self.messages, self.modelled_s = Counter[str](), Counter[str](), 0.0
+
+    def add(self, name: str, sent: int, messages: int) -> None:
+        self.sent[name] += sent
+        self.messages[name] += messages
+
+    @contextmanager
+    def modelling(self) -> Iterator[None]:
+        """Count the seconds of the block as the model's."""
+        start = time.process_time()
+        yield
+        self.modelled_s += time.process_time() - start
 
 
 class PlayedGroup(dist.ProcessGroup):
-    """The group of all ranks, of which one is real."""
+    """The process group of all ranks, of which one is real, for sums of gradients and rounds."""
 
-    def __init__(self, rank: int, size: int, groups_each: int, record: list[Tensor] | None) -> None:
-        """Play `rank`; each has `groups_each` groups of rows. Without a `record` this is rank 0, which makes it."""
+    def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.number, self.count, self.groups_each = rank, size, groups_each
-        self.record, self.calls = record or [], 0
-        self.makes_record = record is None
-        self.sent, self.messages, self.modelled_s = Counter[str](), Counter[str](), 0.0
+        self.number, self.count, self.counted = rank, size, Counted()
 
     def getBackendName(self) -> str:
         return "played"
@@ -50,32 +71,14 @@ class PlayedGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self.number
 
-    @contextmanager
-    def _call(self, name: str, said: Tensor, messages: int) -> Any:
-        """Count a call, and answer it; `said` is what this rank sends, in so many messages.
-
-        An all-reduce needs no record: how many rounds a wave has depends on time.
-        """
-        start = time.process_time()
-        self.sent[name] += said.numel() * said.element_size()
-        self.messages[name] += messages
-        if name == "all_reduce":
-            yield said
-            self.modelled_s += time.process_time() - start
-            return
-        self.calls += 1
-        if self.makes_record:
-            small = said.numel() * said.element_size() <= RECORDED_BYTES
-            self.record.append(said.detach().clone() if small else torch.empty(0))
-        yield self.record[self.calls - 1]
-        self.modelled_s += time.process_time() - start
-
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
-        with self._call("all_reduce", tensors[0], 2 * log2(self.count)):
-            for tensor in tensors:
-                if operation == dist.ReduceOp.SUM:
-                    tensor.mul_(self.count)
+        with self.counted.modelling():
+            operation = options.reduceOp if options is not None else dist.ReduceOp.SUM
+            size = tensors[0].numel() * tensors[0].element_size()
+            # A ring passes each part of the tensor on twice.
+            self.counted.add("all_reduce", 2 * size * (self.count - 1) // self.count, 2 * (self.count - 1))
+            for tensor in tensors if operation == dist.ReduceOp.SUM else ():
+                tensor.mul_(self.count)
         return ended(tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
@@ -83,64 +86,6 @@ class PlayedGroup(dist.ProcessGroup):
 
     def barrier(self, options: Any = None) -> dist.Work:
         return self.allreduce([torch.ones(1)])
-
-    def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        with self._call("broadcast", tensors[0], log2(self.count)) as first:
-            if first.shape == tensors[0].shape:
-                tensors[0].copy_(first)
-        return ended(tensors)
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        with self._call("all_gather", inputs[0], self.count - 1) as first:
-            of_rank = self._as_rank(inputs[0])
-            for rank, output in enumerate(outputs[0]):
-                output.copy_(first if rank == 0 and first.shape == output.shape else of_rank(rank))
-        return ended(outputs)
-
-    def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> dist.Work:
-        return self.allgather([list(output.chunk(self.count))], [given], options)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        return self._allgather_base(output, input, opts)
-
-    def alltoall_base(
-        self, output: Tensor, given: Tensor, output_splits: Any = None, input_splits: Any = None, options: Any = None
-    ) -> dist.Work:
-        with self._call("all_to_all", given, self.count - 1) as first:
-            if output.shape == given.shape:
-                output.copy_(given)
-            if not output_splits and first.shape == given.shape:
-                output.view(self.count, -1)[0] = first.view(self.count, -1)[self.number]
-        return ended([output])
-
-    def all_to_all_single(self, *arguments: Any, **named: Any) -> dist.Work:
-        return self.alltoall_base(*arguments, **named)
-
-    def _as_rank(self, message: Tensor) -> Callable[[int], Tensor]:
-        """Return what each rank says where this one says `message`: the same, with the groups of its own rows."""
-        try:
-            said = unpack_message(message.numpy().tobytes()) if message.dtype == torch.uint8 else None
-            rows = unpack_rows(said[2]) if isinstance(said, list) and len(said) == 3 else None
-        except (ValueError, TypeError, RuntimeError):
-            said = rows = None
-        if said is None or rows is None or "group" not in rows:
-            return lambda rank: message
-        known = rows
-
-        def of_rank(rank: int) -> Tensor:
-            group = known["group"]
-            assert isinstance(group, Tensor)
-            moved = {"group": group + (rank - self.number) * self.groups_each}
-            own = known.with_columns({**dict(known.items()), **moved})
-            packed = pack_message((*said[:2], bytes(pack_rows(own))))
-            assert len(packed) == len(message)
-            return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-        return of_rank
-
-
-def log2(number: int) -> int:
-    return max(1, (number - 1).bit_length())
 
 
 def ended(result: Any) -> dist.Work:
@@ -151,44 +96,161 @@ def ended(result: Any) -> dist.Work:
     return work
 
 
+class PlayedPeers(Peers):
+    """The other ranks as partners of messages, which are all the model's."""
+
+    def __init__(self, group: PlayedGroup, record: Sequence[bytes] | None) -> None:
+        self.group, self.rank, self.size = group, group.number, group.count
+        self.counted, self.record, self.calls = group.counted, list(record or []), 0
+        self.makes_record = record is None
+        self.rounds = len(list(distances(self.size)))
+
+    def _recorded(self, message: Buffer) -> bytes:
+        """Return rank 0's message of this call."""
+        self.calls += 1
+        if self.makes_record:
+            self.record.append(bytes(message))
+        return self.record[self.calls - 1]
+
+    def all_gather(self, message: Buffer, sign: int) -> list[memoryview]:
+        with self.counted.modelling():
+            first = self._recorded(message)
+            self.counted.add("gather", (8 + len(message)) * (self.size - 1), 2 * self.rounds)
+            own = memoryview(message)
+            return [memoryview(first) if self.rank else own, *[own] * (self.size - 1)]
+
+    def reduce(self, message: bytes, combine: Callable[[bytes, bytes], bytes], sign: int) -> bytes:
+        for _ in self._children():
+            message = combine(message, message)
+        children = len(list(self._children()))
+        self.counted.add("reduce", frames(message) * (children + bool(self.rank)), children + bool(self.rank))
+        with self.counted.modelling():
+            return self._recorded(message)
+
+    def broadcast(self, message: bytes, sign: int) -> bytes:
+        with self.counted.modelling():
+            children = len(list(self._children()))
+            self.counted.add("broadcast", frames(message) * children, children)
+            return self._recorded(message)
+
+    def exchange(self, messages: Mapping[int, Buffer], senders: Collection[int], sign: int) -> dict[int, memoryview]:
+        assert not messages and not senders, "rows of equal ranks stay where they are"
+        self.counted.add("exchange", FRAME * 2, 2)
+        return {}
+
+
+def frames(message: Buffer) -> int:
+    """Return the bytes of a message's frames."""
+    return FRAME + max(0, len(message) - FRAME + HEAD)
+
+
 class PlayedWorld(World):
     """The world of a played rank. It counts the seconds of each place, without those of the model."""
 
-    def __init__(self, group: PlayedGroup) -> None:
+    def __init__(self, group: PlayedGroup, record: Sequence[bytes] | None) -> None:
         super().__init__(group.number, group.count, group, dist.HashStore())
-        self.played, self.seconds = group, defaultdict[str, float](float)
-        self._since, self._modelled = time.process_time(), 0.0
+        self.played, self.seconds = PlayedPeers(group, record), defaultdict[str, float](float)
+        self.counted, self.part = group.counted, "start"
+        self.parts = defaultdict[str, Counter[str]](Counter)
+        """Seconds, bytes and messages of each part of the run."""
+        self.places = defaultdict[str, float](float)
+        """Seconds by part and place."""
+        self._known = self._counts()
         self.folder: Path | None = None
-        """The run's folder, where the model leaves the recorded rows of other ranks."""
+        """The run's folder, where the model leaves the recorded rows of this machine's other ranks."""
+
+    @property
+    def peers(self) -> Peers:
+        return self.played
+
+    @property
+    def machines(self) -> list[list[int]]:
+        return [list(range(first, first + OF_A_MACHINE)) for first in range(0, self.size, OF_A_MACHINE)]
+
+    def meet(self, purpose: str) -> None:
+        if purpose == "written rows" and self.folder is not None:
+            with self.counted.modelling():
+                for part in self.folder.glob(f"rollouts/.*rank-{self.rank}"):
+                    path = part.with_name(part.name.removeprefix(".").removesuffix(f".rank-{self.rank}"))
+                    for other in self.machines[self.rank // OF_A_MACHINE]:
+                        part_path(path, other).write_bytes(part.read_bytes())
+        super().meet(purpose)
 
     def gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
-        if purpose == "written rows" and self.first and self.folder is not None:
-            start = time.process_time()
-            for part in self.folder.glob("rollouts/.*rank-0"):
-                for rank in range(1, self.size):
-                    part.with_name(part.name.removesuffix("0") + str(rank)).write_bytes(part.read_bytes())
-            self.played.modelled_s += time.process_time() - start
-        return super().gather(purpose, value, type)
+        of_all = super().gather(purpose, value, type)
+        latest = latest_checkpoint(self.folder) if self.folder else None
+        if latest is not None and purpose.startswith("digests"):
+            with self.counted.modelling():
+                return [value, digests(latest, files_in(latest))]
+        return of_all
+
+    def reduce(self, purpose: str, value: Any, combine: Callable[[Any, Any], Any], type: Any = Any) -> Any:
+        of_all = super().reduce(purpose, value, combine, type)
+        if isinstance(of_all, News) and "group" in of_all.forms:
+            # The record has the groups of rank 0 alone.
+            return replace(of_all, forms={**of_all.forms, "group": Form("int64", (), 0, MOST_GROUPS)})
+        return of_all
+
+    def gather_columns(self, purpose: str, columns: Mapping[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
+        """Return the columns of all ranks: their own groups, and else those of this rank."""
+        row = sum(bytes_of(column).shape[1] for column in columns.values())
+        self.counted.add("columns", row * int(counts.sum() - counts[self.rank - 1]), self.played.rounds)
+        packed = torch.cat([bytes_of(column) for column in columns.values()], dim=1)
+        with self.counted.modelling():
+            gathered = packed.repeat(self.size, 1)
+        found, start = dict[str, Tensor](), 0
+        for name, column in columns.items():
+            width = bytes_of(column).shape[1]
+            found[name] = gathered[:, start : start + width].contiguous().view(column.dtype).reshape(-1)
+            start += width
+        with self.counted.modelling():
+            if "group" in columns:
+                own, each = columns["group"].long(), len(columns["group"])
+                groups = len(own.unique())
+                shift = (torch.arange(self.size) - self.rank).repeat_interleave(each) * groups
+                found["group"] = (own.repeat(self.size) + shift).to(torch.int64)
+        return found
 
     def at(self, place: str) -> None:
         self.mark()
         super().at(place)
 
     def mark(self) -> None:
-        """Add the seconds since the last mark to the place where this rank is."""
-        now = time.process_time()
-        self.seconds[self.place] += now - self._since - (self.played.modelled_s - self._modelled)
-        self._since, self._modelled = now, self.played.modelled_s
+        """Add what was counted since the last mark to this part of the run, and its seconds to the place."""
+        known, self._known = self._known, self._counts()
+        self.parts[self.part].update({name: count - known[name] for name, count in self._known.items()})
+        self.places[f"{self.part}: {self.place}"] += self._known["seconds"] - known["seconds"]
+
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Count the block as another part of the run."""
+        self.mark()
+        before, self.part = self.part, part
+        yield
+        self.mark()
+        self.part = before
+
+    def _counts(self) -> dict[str, float]:
+        counted = self.counted
+        seconds = time.process_time() - counted.modelled_s
+        rings = "all_reduce"
+        return {
+            "seconds": seconds,
+            "bytes": counted.sent.total() - counted.sent[rings],
+            "messages": counted.messages.total() - counted.messages[rings],
+            "bytes_in_rings": counted.sent[rings],
+            "messages_in_rings": counted.messages[rings],
+        }
 
 
-def join_played(rank: int, size: int, groups_each: int, record: Sequence[Tensor] | None) -> PlayedWorld:
+def join_played(rank: int, size: int, record: Sequence[bytes] | None) -> PlayedWorld:
     """Join the played group as the group of all ranks of torch.distributed."""
     made: list[PlayedGroup] = []
 
     def create(store: Any, number: int, count: int, timeout: Any) -> PlayedGroup:
-        made.append(PlayedGroup(number, count, groups_each, list(record) if record is not None else None))
+        made.append(PlayedGroup(number, count))
         return made[-1]
 
     dist.Backend.register_backend("played", create, devices=["cpu"])
     dist.init_process_group("played", store=dist.HashStore(), rank=rank, world_size=size)
-    return PlayedWorld(made[0])
+    return PlayedWorld(made[0], record)

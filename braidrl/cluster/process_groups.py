@@ -6,6 +6,7 @@ subgroup, mesh_of, background_group, group_between
 """
 
 import os
+import resource
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,10 +20,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from braidrl.cluster.peers import Peers
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, UserError
 
 CONNECT_S = 5.0
+LAZY, LAZY_FROM, GROUPS_OF_A_RANK = "TORCH_GLOO_LAZY_INIT", 64, 8
+"""Gloo's setting to connect ranks late, the ranks from which it is set, and how many groups of all ranks a rank may be
+in.
+"""
+MOST_FILES = 1 << 20
 
 
 def open_store(host: str, limit_s: float) -> dist.TCPStore:
@@ -108,6 +115,9 @@ def join_group(
     if host and (interface := interface_of(address_towards(host))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limit_s)
+    is_lazy = connects_late(size, raised_open_files())
+    # Every group that this process makes takes its connections in the same way.
+    os.environ[LAZY] = str(int(is_lazy))
     put_message(store, f"came/{rank}")
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
@@ -115,7 +125,27 @@ def join_group(
         late = [str(peer) for peer in range(size) if not has_message(store, f"came/{peer}")]
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
     assert dist.group.WORLD is not None
+    if is_lazy:
+        # Gloo gives the wait for a first connection no limit, so those of messages are opened while all are here.
+        Peers(dist.group.WORLD).all_gather(b"", 0)
     return dist.group.WORLD
+
+
+def raised_open_files() -> int:
+    """Raise this process's limit of open files as far as it may, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def connects_late(size: int, open_files: int) -> bool:
+    """Return True if the ranks of a group connect to each other only when they first speak, so that a rank has as many
+    open files as neighbours.
+    """
+    return size > LAZY_FROM or size * GROUPS_OF_A_RANK > open_files // 2
 
 
 def abort_groups() -> None:
@@ -211,28 +241,3 @@ def group_between(
         group_store = dist.PrefixStore("group", dist.PrefixStore("cuda", store))
         group._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(group_store, rank, size, nccl))
     return group
-
-
-def all_gather_bytes(
-    message: bytes | bytearray | memoryview, group: dist.ProcessGroup, sizes: Tensor | None = None
-) -> list[memoryview]:
-    """All-gather messages of different lengths over a group, in the order of ranks; `sizes` are their bytes, if
-    known.
-    """
-    mine = as_tensor(message)
-    if sizes is None:
-        sizes = torch.empty(group.size(), dtype=torch.int64)
-        dist.all_gather(list(sizes.split(1)), torch.tensor([len(mine)]), group=group)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    padded[: len(mine)] = mine
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    return [part[:size].numpy().data for part, size in zip(gathered, sizes.tolist(), strict=True)]
-
-
-def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
-    """View bytes as (N,) uint8; a writable buffer is not copied."""
-    if len(message) == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    buffer = message if isinstance(message, bytearray) else bytearray(message)
-    return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -22,7 +22,7 @@ from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.membership import Members, Membership, RepairBudget, member_name
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
-from braidrl.cluster.process_groups import open_store
+from braidrl.cluster.process_groups import open_store, raised_open_files
 from braidrl.cluster.watchdog import FrozenWatch, mute_after
 from braidrl.cluster.world import World, join, join_elastic
 from braidrl.errors import LostProcess, UserError, first_line, printable
@@ -71,6 +71,7 @@ def run_ranks(
 
         with interrupts_handled(collect):
             launcher.reserve([pool])
+            raised_open_files()
             store = open_store(launcher.ip, limit_s)
             meeting = {"MASTER_ADDR": launcher.ip, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(pool.workers)}
 

@@ -1,6 +1,8 @@
 """The world: all ranks of a run as one rank sees them. All ranks make the same calls in the same order.
 
-gather      every rank's message, on every rank               (index columns: a few numbers per row)
+gather      every rank's message, on every rank
+gather_columns  the columns of all ranks' rows, on every rank  (index columns: a few numbers per row)
+reduce      one combination of all ranks' messages, on every rank   (metric sums)
 exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
 rounds      sums and a minimum over all ranks, again and again, while each works
@@ -13,10 +15,11 @@ the others read there which ranks are missing.
 
 import gc
 import os
+import platform
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,10 +35,9 @@ from torch.distributed.rendezvous import rendezvous
 from braidrl.cluster.child import end_at_once
 from braidrl.cluster.devices import own_devices
 from braidrl.cluster.membership import Membership, newest, propose, wait_to_join, waiting
+from braidrl.cluster.peers import Peers
 from braidrl.cluster.process_groups import (
     abort_groups,
-    all_gather_bytes,
-    as_tensor,
     destroy_groups,
     has_message,
     join_group,
@@ -117,10 +119,11 @@ class Rounds:
             self._works.append(work)
 
     def _end(self) -> RoundTotals:
+        # A work that is kept after a failure would keep the group's connections, for which another rank may wait.
+        works, self._works = self._works, []
         with self.world.meeting("a round of all ranks"):
-            for work in self._works:
+            for work in works:
                 work.wait()
-        self._works = []
         *sums, working = self._sums.tolist()
         self.totals = RoundTotals(int(self._least), tuple(sums), working)
         return self.totals
@@ -256,6 +259,7 @@ class World:
         self._location = 0, self.place
         self._is_meeting = False
         self.mail = None if store is None else dist.PrefixStore("mail", store)
+        self._machines: list[list[int]] | None = None
         self._written: tuple[int, str] | None = None
         """The location in the store."""
         self.elastic: Elastic | None = None
@@ -344,49 +348,83 @@ class World:
             with self.meeting(purpose):
                 raise
 
+    @property
+    def peers(self) -> Peers:
+        """Return the other ranks as partners of messages."""
+        assert self.group is not None, "a process alone has no peers"
+        return Peers(self.group)
+
+    @property
+    def machines(self) -> list[list[int]]:
+        """Return the ranks of each machine; the first time all ranks call this together."""
+        if self._machines is None:
+            ranks: dict[str, list[int]] = {}
+            for rank, name in enumerate(self.gather("names of machines", platform.node(), str)):
+                ranks.setdefault(name, []).append(rank)
+            self._machines = list(ranks.values())
+        return self._machines
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all ranks are here."""
+        self.reduce(purpose, None, lambda low, _: low)
+
     def gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
         """All-gather messages of a type, in the order of ranks."""
         if self.group is None:
             return [value]
         message = pack_message(value)
         with self.meeting(purpose) as where:
-            sizes = self._sizes(where, torch.tensor([len(message)]).expand(self.size))
-            parts = all_gather_bytes(message, self.group, sizes)
+            parts = self.peers.all_gather(message, sign_of(where))
         return [unpack_message(part, type) for part in parts]
 
-    def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
-        """Exchange messages with all ranks, one for each; a single all-to-all of bytes."""
-        if self.group is None:
-            return [memoryview(message) for message in messages]
-        parts = [as_tensor(message) for message in messages]
-        sizes = torch.tensor([len(part) for part in parts])
-        with self.meeting(purpose) as where:
-            coming = self._sizes(where, sizes)
-            received = torch.empty(int(coming.sum()), dtype=torch.uint8)
-            dist.all_to_all_single(received, torch.cat(parts), coming.tolist(), sizes.tolist(), group=self.group)
-        return [part.numpy().data for part in received.split(coming.tolist())]
+    def gather_columns(self, purpose: str, columns: Mapping[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
+        """All-gather columns of numbers, in the order of ranks.
 
-    def _sizes(self, where: str, sizes: Tensor) -> Tensor:
-        """Return the bytes to receive from each rank. Raises RuntimeError if a rank is in another collective."""
-        sign = zlib.crc32(where.encode())
-        sent = torch.stack([sizes, torch.full_like(sizes, sign)], dim=1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        strangers = (received[:, 1] != sign).nonzero().flatten().tolist()
-        if strangers:
-            raise RuntimeError(f"ranks {strangers} came to another meeting: the ranks have not made the same calls")
-        return received[:, 0]
+        Every rank has the same columns, with its number of rows in `counts` (N,).
+        """
+        if self.group is None or not columns:
+            return dict(columns)
+        parts = [bytes_of(column) for column in columns.values()]
+        with self.meeting(purpose):
+            gathered = self.peers.all_gather_rows(torch.cat(parts, dim=1), counts)
+        found, start = dict[str, Tensor](), 0
+        for (name, column), part in zip(columns.items(), parts, strict=True):
+            values = gathered[:, start : start + part.shape[1]].contiguous().view(column.dtype)
+            found[name] = values.reshape(-1, *column.shape[1:])
+            start += part.shape[1]
+        return found
+
+    def reduce(self, purpose: str, value: Any, combine: Callable[[Any, Any], Any], type: Any = Any) -> Any:
+        """Combine messages of a type along a tree; every rank gets the same value.
+
+        `combine` is associative, and gets the value of lower ranks first.
+        """
+        if self.group is None:
+            return value
+
+        def combined(low: bytes, high: bytes) -> bytes:
+            return pack_message(combine(unpack_message(low, type), unpack_message(high, type)))
+
+        with self.meeting(purpose) as where:
+            message = self.peers.reduce(pack_message(value), combined, sign_of(where))
+        return unpack_message(message, type)
+
+    def exchange(
+        self, purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
+    ) -> dict[int, memoryview]:
+        """Send a message to each of some ranks, and return those of `senders`, which send one to this rank."""
+        if self.group is None:
+            return {rank: memoryview(message) for rank, message in messages.items()}
+        with self.meeting(purpose) as where:
+            return self.peers.exchange(messages, senders, sign_of(where))
 
     def share(self, purpose: str, value: Any) -> Any:
         """Return rank 0's value, a message; other ranks' values are ignored."""
         if self.group is None:
             return value
-        message = as_tensor(pack_message(value) if self.first else b"")
         with self.meeting(purpose) as where:
-            size = int(self._sizes(where, torch.tensor([len(message)]).expand(self.size))[0])
-            message = message if self.first else torch.empty(size, dtype=torch.uint8)
-            dist.broadcast(message, src=0, group=self.group)
-        return unpack_message(message.numpy().tobytes())
+            message = self.peers.broadcast(pack_message(value) if self.first else b"", sign_of(where))
+        return unpack_message(message)
 
     def wait_until_member(self) -> None:
         """Wait until the members take this process in; `regroup` then joins them."""
@@ -423,7 +461,7 @@ class World:
         # Locations and mail of the earlier membership are not read.
         store = dist.PrefixStore(str(elastic.known.number), elastic.meeting.store)
         self._store, self.mail = dist.PrefixStore("places", store), dist.PrefixStore("mail", store)
-        self._meetings, self._written = 0, None
+        self._meetings, self._written, self._machines = 0, None, None
         self.at("the passage to other ranks")
 
     def leave_store(self) -> None:
@@ -481,6 +519,17 @@ def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool
     return World(rank, size, group, dist.PrefixStore("places", store))
 
 
+def sign_of(call: str) -> int:
+    """Return the number by which ranks notice that they make different calls."""
+    return zlib.crc32(call.encode())
+
+
+def bytes_of(column: Tensor) -> Tensor:
+    """Return the bytes (K, W) of each row of a column."""
+    flat = column.contiguous().reshape(len(column), column.shape[1:].numel())
+    return flat.view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Processes that call collectives together.
@@ -515,5 +564,5 @@ class Ranks:
         if self.group is None:
             return [value]
         with self.meeting(purpose):
-            parts = all_gather_bytes(pack_message(value), self.group)
+            parts = Peers(self.group).all_gather(pack_message(value), sign_of(purpose))
         return [unpack_message(part, type) for part in parts]

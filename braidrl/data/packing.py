@@ -22,6 +22,8 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from braidrl.errors import UserError
 
 
@@ -58,13 +60,12 @@ def in_turn(groups: Sequence[int], parts: int) -> list[int]:
     """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are
     split evenly.
     """
-    place = {group: number for number, group in enumerate(sorted(set(groups)))}
-    whole = len(place) // parts * parts
-    left = [row for row, group in enumerate(groups) if place[group] >= whole]
-    part_of = [place[group] % parts for group in groups]
-    for number, row in enumerate(left):
-        part_of[row] = number * parts // len(left)
-    return part_of
+    distinct, place = np.unique(np.array(groups, dtype=np.int64), return_inverse=True)
+    whole = len(distinct) // parts * parts
+    part_of = place % parts
+    left = (place >= whole).nonzero()[0]
+    part_of[left] = np.arange(len(left)) * parts // max(len(left), 1)
+    return [int(part) for part in part_of]
 
 
 def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:

@@ -5,8 +5,8 @@ file ─Reading─▶ examples ─PromptTemplate─▶ token ids ─at most max_
                                                                                   folder/facts.json
 
 One process writes the table of a source, by `datasets`; all processes of its machine map the file and share its memory
-pages. Ranks write it together: each tokenises every SIZE-th batch of examples into a part of its own, machines exchange
-the parts that they lack, and all map the batches in the order of the file.
+pages. Ranks write it together: each of at most MOST_PARTS tokenises every n-th batch of examples into a part,
+machines exchange the parts that they lack, and all map the batches in the order of the file.
 
     rank 0: batches 0, 2, ... ──▶ folder/part-0-of-2.arrow ─┐
     rank 1: batches 1, 3, ... ──▶ folder/part-1-of-2.arrow ─┴─▶ batches 0, 1, 2, 3, ... ──▶ LoadedSource
@@ -21,6 +21,7 @@ prompt, response, rejected     int32 token ids; `response_trained` and `rejected
 import glob
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain, count, islice
@@ -60,6 +61,8 @@ BATCH, SHARED_BATCH, SMALL_BATCHES = 512, 64, 8
 """Examples that are tokenised in one call; by several ranks fewer in each rank's first batches, so that small sources
 have a batch for each.
 """
+MOST_PARTS = 64
+"""Parts of a table: each rank opens all of them."""
 PARTS = "parts.json"
 """The file of a table's folder with the number of its parts and batches; absent for a table in one part."""
 EXCHANGED_BYTES = 64 << 20
@@ -126,8 +129,10 @@ class LoadingRanks(Protocol):
     def gather(self, purpose: str, value: Any) -> list[Any]:
         """Return the messages of all ranks."""
 
-    def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
-        """Return the bytes that each rank has for this one."""
+    def exchange(
+        self, purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
+    ) -> Mapping[int, memoryview]:
+        """Send bytes to some ranks, and return those that each of the senders has for this one."""
 
 
 class LoadedSource(Sequence[Example]):
@@ -365,7 +370,7 @@ def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, 
     outcomes = ranks.gather(f"{purpose}: parts", outcome)
     refused = [one for one in outcomes if "refused" in one]
     if not refused:
-        facts = Facts.of_parts([one["facts"] for one in outcomes])
+        facts = Facts.of_parts([one["facts"] for one in outcomes if one])
         try:
             check_kept(reading, data, facts)
         except UserError as error:
@@ -374,7 +379,7 @@ def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, 
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(min(refused, key=lambda one: one["batch"])["refused"])
     exchange_parts(folder, ranks, purpose)
-    layout = {"parts": ranks.size, "batches": outcomes[0]["batches"]}
+    layout = {"parts": len(part_writers(ranks.size)), "batches": outcomes[0]["batches"]}
     for name, value in (("facts.json", asdict(facts)), (PARTS, layout)):
         # Ranks of one machine write the same file.
         own = folder / f"{name}.{ranks.rank}"
@@ -386,8 +391,14 @@ def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, 
     return table
 
 
-def part_of(folder: Path, rank: int, size: int) -> Path:
-    return folder / f"part-{rank}-of-{size}.arrow"
+def part_writers(size: int) -> list[int]:
+    """Return the ranks that write the parts of a table, spread over all."""
+    parts = min(size, MOST_PARTS)
+    return [number * size // parts for number in range(parts)]
+
+
+def part_of(folder: Path, number: int, parts: int) -> Path:
+    return folder / f"part-{number}-of-{parts}.arrow"
 
 
 def write_part(
@@ -399,10 +410,14 @@ def write_part(
     folder: Path,
 ) -> dict[str, Any]:
     """Write a rank's batches of a source, and return the statistics and the number of all batches; or the refusal of an
-    invalid example, with its batch.
+    invalid example, with its batch. A rank that writes none returns nothing.
     """
     import pyarrow
 
+    writers = part_writers(ranks.size)
+    if ranks.rank not in writers:
+        return {}
+    part, parts = writers.index(ranks.rank), len(writers)
     given = 2 if reading.pairs else int(reading.responses)
     ids, mask = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.bool_())
     types = [("example", pyarrow.large_string()), ("prompt", ids)]
@@ -412,17 +427,19 @@ def write_part(
     schema, facts, seen = pyarrow.schema(types), Facts(), [0]
 
     def own_batches() -> Iterator[list[Example]]:
+        # The lines of other ranks are not parsed if each is one example.
+        lines = reading.lines() if reading.is_plain else None
         for number in count():
-            most = SHARED_BATCH if number < SMALL_BATCHES * ranks.size else BATCH
-            batch = list(islice(examples, most))
+            most = SHARED_BATCH if number < SMALL_BATCHES * parts else BATCH
+            batch: list[Any] = list(islice(examples if lines is None else lines, most))
             if not batch:
                 return
             seen[0] = number + 1
-            if number % ranks.size == ranks.rank:
-                yield batch
+            if number % parts == part:
+                yield batch if lines is None else [reading.example_of(*line) for line in batch]
 
     shown = with_progress(own_batches(), f"Tokenising {reading.source.label}") if ranks.rank == 0 else own_batches()
-    target = part_of(folder, ranks.rank, ranks.size)
+    target = part_of(folder, part, parts)
     unfinished = target.with_suffix(".unfinished")
     try:
         with pyarrow.OSFile(str(unfinished), "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
@@ -443,29 +460,27 @@ def exchange_parts(folder: Path, ranks: LoadingRanks, purpose: str) -> None:
 
     A rank with a part sends it to the first rank of each machine that lacks it.
     """
-    lacking = [rank for rank in range(ranks.size) if not part_of(folder, rank, ranks.size).is_file()]
+    writers = part_writers(ranks.size)
+    files = [part_of(folder, number, len(writers)) for number in range(len(writers))]
+    lacking = [number for number, file in enumerate(files) if not file.is_file()]
     needs: list[tuple[str, list[int]]] = ranks.gather(f"{purpose}: lacking", [machine_of(folder), lacking])
     if not any(parts for _, parts in needs):
         return
     machines = [machine for machine, _ in needs]
     receives = [machines.index(machine) == rank for rank, machine in enumerate(machines)]
-    wanted = [receives[rank] and ranks.rank in parts for rank, (_, parts) in enumerate(needs)]
-    mine = part_of(folder, ranks.rank, ranks.size)
-    rounds = max(ranks.gather(f"{purpose}: sizes", -(-mine.stat().st_size // EXCHANGED_BYTES)))
-    with mine.open("rb") as file:
+    mine = writers.index(ranks.rank) if ranks.rank in writers else None
+    wanted = [rank for rank, (_, parts) in enumerate(needs) if receives[rank] and mine in parts]
+    senders = {writers[number]: files[number].with_suffix(".unfinished") for number in lacking if receives[ranks.rank]}
+    size = files[mine].stat().st_size if mine is not None else 0
+    rounds = max(ranks.gather(f"{purpose}: sizes", -(-size // EXCHANGED_BYTES)))
+    with files[mine].open("rb") if mine is not None else io.BytesIO() as file:
         for number in range(rounds):
             piece = file.read(EXCHANGED_BYTES)
-            for sender, part in enumerate(ranks.exchange(purpose, [piece if each else b"" for each in wanted])):
-                if len(part):
-                    with (
-                        part_of(folder, sender, ranks.size)
-                        .with_suffix(".unfinished")
-                        .open("wb" if not number else "ab") as target
-                    ):
-                        target.write(part)
-    for rank in lacking if receives[ranks.rank] else ():
-        path = part_of(folder, rank, ranks.size)
-        path.with_suffix(".unfinished").replace(path)
+            for sender, part in ranks.exchange(purpose, dict.fromkeys(wanted, piece), senders).items():
+                with senders[sender].open("wb" if not number else "ab") as target:
+                    target.write(part)
+    for sender, unfinished in senders.items():
+        unfinished.replace(files[writers.index(sender)])
     ranks.gather(f"{purpose}: received", None)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from braidrl.config import SourceConfig
 from braidrl.errors import UserError, first_line, suggest
@@ -64,17 +64,33 @@ def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Re
         if is_list:
             found = enumerate(parsed(str(path), file.read(), FILE_BYTES), start=1)
         else:
-            # A line is read only up to the limit.
-            lines = iter(lambda: file.readline(LINE_BYTES + 1), b"")
-            texts = enumerate(chain([next(lines, b"").removeprefix(codecs.BOM_UTF8)], lines), start=1)
-            written = ((n, text if len(text) > LINE_BYTES else text.rstrip()) for n, text in texts)
             hint = "; a .json file is a list of objects, or has one object per line" if path.suffix == ".json" else ""
-            found = ((n, parsed(place(path, n), text, LINE_BYTES, hint)) for n, text in written if text)
+            found = ((n, parsed(place(path, n), text, LINE_BYTES, hint)) for n, text in written_lines(file))
         for number, record in found:
-            if not isinstance(record, dict):
-                where = place(path, number)
-                raise UserError(f'{where} holds {kind_of(record)}; write a JSON object, as in {{"prompt": "1+1="}}')
-            yield number, record
+            yield number, object_of(path, number, record)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not empty, with their numbers from 1."""
+    with path.open("rb") as file:
+        yield from written_lines(file)
+
+
+def written_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of an open file that are not empty, with their numbers from 1."""
+    # A line is read only up to the limit.
+    lines = iter(lambda: file.readline(LINE_BYTES + 1), b"")
+    texts = enumerate(chain([next(lines, b"").removeprefix(codecs.BOM_UTF8)], lines), start=1)
+    written = ((n, text if len(text) > LINE_BYTES else text.rstrip()) for n, text in texts)
+    return ((n, text) for n, text in written if text)
+
+
+def object_of(path: Path, number: int, value: Any) -> Record:
+    """Return the object of a line. Raises UserError for another value."""
+    if not isinstance(value, dict):
+        where = place(path, number)
+        raise UserError(f'{where} holds {kind_of(value)}; write a JSON object, as in {{"prompt": "1+1="}}')
+    return value
 
 
 def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:

@@ -31,13 +31,17 @@ from braidrl.data.chat import (
 from braidrl.data.conversions import CONVERSIONS, UNIQUE
 from braidrl.data.images import IMAGE, OTHER_MEDIA, BrokenImage, image_parts, kept_messages, names_in, with_images
 from braidrl.data.records import (
+    LINE_BYTES,
     NO_FORM,
     Record,
     as_json,
     check_source,
     kind_of,
+    object_of,
+    parsed,
     place,
     read_arrow,
+    read_lines,
     read_objects,
     whole_text,
 )
@@ -154,6 +158,23 @@ class Reading:
             skipped += [f"the first {source.skip} are skipped"] if source.skip else []
             about = f" ({', '.join(skipped)})" if skipped else ""
             raise UserError(f"{source.path} has no examples{about}; write one JSON object or row for each prompt")
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if each line of the file is one example, so that others' lines need not be parsed."""
+        source = self.source
+        chosen = source.where or source.convert or source.unique or source.skip or source.first is not None
+        answers = self.responses or self.pairs or self.vision is not None
+        return source.path.suffix == ".jsonl" and not chosen and not answers
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the numbers and the texts of the lines of a plain source."""
+        return read_lines(self.source.path)
+
+    def example_of(self, line: int, text: bytes) -> Example:
+        """Return the example of a line of a plain source. Raises UserError for an invalid one."""
+        path = self.source.path
+        return self._chosen(object_of(path, line, parsed(place(path, line), text, LINE_BYTES)), line)
 
     def _chosen(self, record: Record, line: int) -> Example:
         for name, wanted in self.source.where.items():

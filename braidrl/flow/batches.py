@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from braidrl.algorithms.random import permutation
 from braidrl.data.rows import Uid
 from braidrl.errors import UserError
@@ -99,22 +101,29 @@ def update_plan(
     evenly over the updates. Raises ValueError if `rows_per_update` does not divide the batch, or two rows have the same
     identity.
     """
-    identities = list(zip(groups, samples, strict=True))
-    if len(set(identities)) < len(identities):
+    numbers = np.array([groups, samples], dtype=np.int64).reshape(2, -1)
+    # Row i of the batch is row order[i] of those sorted by (group, sample).
+    order = np.lexsort(numbers[::-1])
+    if order.size and (np.diff(numbers[:, order]) == 0).all(0).any():
         raise ValueError("two rows of the batch have the same group and sample")
-    if len(identities) % rows_per_update:
-        raise ValueError(f"{len(identities)} rows are no whole number of updates of {rows_per_update} rows")
-    distinct, updates = sorted(set(groups)), list[list[int]]()
+    if order.size % rows_per_update:
+        raise ValueError(f"{order.size} rows are no whole number of updates of {rows_per_update} rows")
+    distinct, rank_of = np.unique(numbers[0], return_inverse=True)
+    place = np.empty_like(order)
+    place[order] = np.arange(order.size)
+    updates = list[list[int]]()
     for epoch in range(epochs):
-        order = permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()
+        shuffled = permutation((seed, "updates", iteration, epoch), len(distinct)).numpy()
         # Ranks below `older` are placed at equal distances among the others.
-        parts = [rank for rank in order if rank < older], [rank for rank in order if rank >= older]
-        spread = [((i + 0.5) / len(part), rank) for part in parts for i, rank in enumerate(part)]
-        mixed = [rank for _, rank in sorted(spread, key=lambda pair: pair[0])]
-        position = {distinct[rank]: i for i, rank in enumerate(mixed)}
-        shuffled = sorted(range(len(identities)), key=lambda row: (position[groups[row]], samples[row]))
-        for start in range(0, len(shuffled), rows_per_update):
-            updates.append(sorted(shuffled[start : start + rows_per_update], key=identities.__getitem__))
+        parts = shuffled[shuffled < older], shuffled[shuffled >= older]
+        spread = np.concatenate([(np.arange(len(part)) + 0.5) / max(len(part), 1) for part in parts])
+        mixed = np.concatenate(parts)[np.argsort(spread, kind="stable")]
+        position = np.empty_like(mixed)
+        position[mixed] = np.arange(len(mixed))
+        rows = np.lexsort((numbers[1], position[rank_of]))
+        for start in range(0, len(rows), rows_per_update):
+            chosen = rows[start : start + rows_per_update]
+            updates.append(chosen[np.argsort(place[chosen])].tolist())
     return updates
 
 

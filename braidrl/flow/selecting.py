@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 
@@ -361,12 +363,14 @@ GRADED = (
 
 def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
     """Return the lowest and the highest score of each group's rows; empty for rows without scores."""
-    sums: dict[int, tuple[float, float]] = {}
-    if "score" in index:
-        for group, score in zip(index["group"].tolist(), index["score"].tolist(), strict=True):
-            low, high = sums.get(group, (score, score))
-            sums[group] = min(low, score), max(high, score)
-    return sums
+    if "score" not in index or not len(index):
+        return {}
+    groups, place = np.unique(index["group"].numpy(), return_inverse=True)
+    scores = index["score"].double().numpy()
+    low, high = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
+    np.fmin.at(low, place, scores)
+    np.fmax.at(high, place, scores)
+    return dict(zip(groups.tolist(), zip(low.tolist(), high.tolist(), strict=True), strict=True))
 
 
 # `on_policy_share` is the share of a batch's groups that must start on the version on which the batch is trained:

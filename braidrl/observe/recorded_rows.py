@@ -24,15 +24,16 @@ from braidrl.data.packing import equal_share
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import whole_file
-from braidrl.observe.rollouts import PROMPT_TEXT, RESPONSE_TEXT, SCHEMA_KEY, check_recording, parts_of
+from braidrl.observe.rollouts import (
+    PROMPT_TEXT,
+    RESPONSE_TEXT,
+    ROW_GROUP,
+    SCHEMA_KEY,
+    WRITING,
+    check_recording,
+    parts_of,
+)
 
-# No dictionary encoding for numbers: it compares values, and would merge -0.0 with 0.0, and different NaNs.
-FILE_OPTIONS: dict[str, Any] = {
-    "compression": "zstd",
-    "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT],
-    "row_group_size": 128,
-}
-"""Readers of one row, as `braid rollouts` is, decode its row group alone."""
 TOKEN_IDS, FINITE, OF_EVERY_TOKEN = ("tokens", "prompt"), ("score", "correct", "reward"), ("action_mask", "length")
 """Columns of token ids, index columns that must be finite, and columns with the length or a value of each token."""
 DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
@@ -76,11 +77,11 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
         # Several ranks recorded this step before a single one resumed the run.
         shutil.rmtree(path)
     with whole_file(path) as unfinished:
-        pq.write_table(table, unfinished, **FILE_OPTIONS)
+        pq.write_table(table, unfinished, row_group_size=ROW_GROUP, **WRITING)
 
 
 def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
-    """Read recorded rows bit for bit, or one of `size` ranks' share; rows of several files are sorted.
+    """Read recorded rows bit for bit, sorted, or one of `size` ranks' share.
 
     Raises UserError for other files.
     """
@@ -115,7 +116,8 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
             width = int(np.prod(about["shape"], dtype=np.int64))
             columns[name] = Ragged.from_lengths(values, torch.from_numpy(lengths // width))
     rows = Rows(columns)
-    return rows.ordered() if len(files) > 1 and size == 1 else rows
+    # The rows of several ranks, in one file or more, are in the order of ranks.
+    return rows.ordered() if size == 1 and "group" in rows else rows
 
 
 def check_rows(path: Path, rows: Rows, vocabulary: int) -> None:

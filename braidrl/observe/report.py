@@ -45,6 +45,8 @@ TEMPLATES = Environment(
     undefined=StrictUndefined,
 )
 MOST_POINTS, MOST_BARS = 400, 100
+MOST_FILES = 8
+"""Files of a recording, one for each machine, whose rows are looked at for samples."""
 SMOOTH_FROM = 40
 DOTS_UP_TO = 30
 PALETTE = (
@@ -333,9 +335,11 @@ def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> li
 
 
 def read_samples(run: Path, step: int, evaluation: str | None = None) -> list[Sample]:
-    """Read the recorded rows of a step. The score is the verifier's if present, else the reward."""
+    """Read the recorded rows of a step, of the first machines if there are many. The score is the verifier's if
+    present, else the reward.
+    """
     samples = []
-    for row in read_texts(rollout_path(run, step, evaluation), COLUMNS):
+    for row in read_texts(rollout_path(run, step, evaluation), COLUMNS, MOST_FILES):
         correct, reason = row.get("correct"), row.get("finish_reason")
         named = None if reason is None else FinishReason(reason).name.lower()
         answer = json.loads(row.get("metadata") or "{}").get("answer")

@@ -5,8 +5,9 @@ Ragged          a list column
 Objects         a column of JSON text
 prompt_text, response_text   for people and other programs; ignored when rows are read back
 
-When several ranks hold the rows, each writes its own file and `step-N.parquet` is a folder; parquet readers treat it as
-one table. The exact types are kept in the file's metadata, so a replay trains on the very numbers of the run.
+When ranks of several machines hold the rows, `step-N.parquet` is a folder with a file for each machine; parquet readers
+treat it as one table. Each rank first writes a file of its own, and one rank of the machine makes them one. The exact
+types are kept in the file's metadata, so a replay trains on the very numbers of the run.
 """
 
 import re
@@ -24,12 +25,14 @@ from braidrl.errors import UserError, first_line
 PROMPT_TEXT = "prompt_text"
 RESPONSE_TEXT = "response_text"
 SCHEMA_KEY = b"braidrl.columns"
+ROW_GROUP = 128
+"""Readers of one row, as `braid rollouts` is, decode its row group alone."""
+# No dictionary encoding for numbers: it compares values, and would merge -0.0 with 0.0, and different NaNs.
+WRITING: dict[str, Any] = {"compression": "zstd", "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT]}
 
 
 def rollout_path(run: Path, step: int, evaluation: str | None = None) -> Path:
-    """Return the path of a recording of a training step, or of an evaluation set: a file, or a folder with one file per
-    rank.
-    """
+    """Return the path of a recording of a training step, or of an evaluation set: a file, or a folder of files."""
     return run / "rollouts" / f"{'' if evaluation is None else f'eval-{evaluation}-'}step-{step}.parquet"
 
 
@@ -48,8 +51,49 @@ def recorded_evaluations(run: Path) -> list[str]:
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Return the hidden path of a rank's file before `join_parts`."""
+    """Return the hidden path of a rank's file, until it is part of the recording."""
     return path.with_name(f".{path.name}.rank-{rank}")
+
+
+def unpublished(path: Path) -> Path:
+    """Return the hidden folder of a recording's files before `publish`."""
+    return path.with_name(f".{path.name}.parts")
+
+
+def merge_parts(path: Path, number: int, parts: Sequence[Path]) -> list[str]:
+    """Make the files of some ranks file `number` of a recording, and return its columns.
+
+    Raises ValueError if those differ.
+    """
+    target = unpublished(path) / f"{number:05}.parquet"
+    target.parent.mkdir(exist_ok=True)
+    schema = pq.read_schema(parts[0])
+    names = sorted(schema.names)
+    for part in parts[1:]:
+        if (columns := sorted(pq.read_schema(part).names)) != names:
+            raise ValueError(f"{part} has other columns than {parts[0]}: {columns}, {names}")
+    if len(parts) == 1:
+        parts[0].rename(target)
+        return names
+    with pq.ParquetWriter(target, schema, **WRITING) as writer:
+        for part in parts:
+            writer.write_table(pq.read_table(part).select(schema.names), row_group_size=ROW_GROUP)
+    for part in parts:
+        part.unlink()
+    return names
+
+
+def publish(path: Path) -> None:
+    """Make the files of `unpublished` the recording: one file, or a folder of several."""
+    folder = unpublished(path)
+    files = sorted(folder.iterdir())
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    (folder if len(files) > 1 else files[0]).rename(path)
+    if len(files) == 1:
+        folder.rmdir()
 
 
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
@@ -61,17 +105,10 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
     for part in parts:
         if (columns := sorted(pq.read_schema(part).names)) != names:
             raise ValueError(f"{part} has other columns than {parts[0]}: {columns}, {names}")
-    folder = path.with_name(f".{path.name}.parts")
-    shutil.rmtree(folder, ignore_errors=True)
-    if len(parts) > 1:
-        folder.mkdir()
-        for number, part in enumerate(parts):
-            part.rename(folder / f"{number:05}.parquet")
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    (folder if len(parts) > 1 else parts[0]).rename(path)
+    shutil.rmtree(unpublished(path), ignore_errors=True)
+    for number, part in enumerate(parts):
+        merge_parts(path, number, [part])
+    publish(path)
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -95,12 +132,14 @@ def check_recording(path: Path) -> None:
             raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
 
 
-def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read each row's prompt and response text, and the named `columns` that the recording has."""
-    wanted, files, records = [PROMPT_TEXT, RESPONSE_TEXT, *columns], parts_of(path), []
-    for file in files:
+def read_texts(path: Path, columns: Sequence[str] = (), most_files: int | None = None) -> list[dict[str, Any]]:
+    """Read each row's prompt and response text, and the named `columns` that the recording has, by identity; of at most
+    `most_files` of its files.
+    """
+    wanted, records = [PROMPT_TEXT, RESPONSE_TEXT, *columns], []
+    for file in parts_of(path)[:most_files]:
         known = set(pq.read_schema(file).names)
         records += pq.read_table(file, columns=[name for name in {*wanted, *IDENTITY} if name in known]).to_pylist()
-    if len(files) > 1:
+    if all(name in row for row in records[:1] for name in IDENTITY):
         records.sort(key=lambda row: [row[name] for name in IDENTITY])
     return [{name: row[name] for name in wanted if name in row} for row in records]

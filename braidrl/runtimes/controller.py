@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic
 
+import numpy as np
+import torch
+
 from braidrl.config import Config
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
@@ -216,14 +219,14 @@ class SerialController(Generic[TableT]):
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
-        chosen, numbers = set(groups), self.backend.index(table)["group"].tolist()
-        return table.take([i for i, group in enumerate(numbers) if group in chosen])
+        wanted = torch.tensor(sorted(groups), dtype=torch.int64)
+        return table.take(torch.isin(self.backend.index(table)["group"], wanted).nonzero().flatten().tolist())
 
     def ordered(self, table: TableT) -> TableT:
         """Return the rows sorted by (group, sample), the training order of every runtime."""
         index = self.backend.index(table)
-        keys = list(zip(index["group"].tolist(), index["sample"].tolist(), strict=True))
-        return table.take(sorted(range(len(keys)), key=keys.__getitem__))
+        order = np.lexsort((index["sample"].numpy(), index["group"].numpy()))
+        return table.take(order.tolist())
 
     def updates(self, table: TableT, iteration: int) -> list[list[int]]:
         """Return row positions of each optimizer step of this iteration."""

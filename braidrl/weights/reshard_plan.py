@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from braidrl.cluster.process_groups import all_gather_bytes
+from braidrl.cluster.peers import Peers
 from braidrl.cluster.world import Ranks
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.weights.boxes import Box
@@ -146,7 +146,7 @@ def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: s
     of_all: list[Any] = [message]
     if ranks.group is not None:
         with ranks.meeting("shard index of the weights"):
-            of_all = all_gather_bytes(message, ranks.group)
+            of_all = Peers(ranks.group).all_gather(message, 0)
     # Replicas send equal messages, which are parsed once.
     messages = [bytes(content) for content in of_all]
     read = {

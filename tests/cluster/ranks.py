@@ -22,12 +22,18 @@ from braidrl.observe.stalls import WORK
 def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
     """Use every kind of collective with messages of different lengths."""
     gathered = [bytes(part).decode() for part in world.gather("words", b"x" * world.rank)]
-    exchanged = [
-        bytes(part).decode()
-        for part in world.exchange("letters", [f"{world.rank}>{to}".encode() for to in range(world.size)])
-    ]
-    shared = world.share("a value", {"from": world.rank})
-    return {"gathered": gathered, "exchanged": exchanged, "shared": shared, "task": task}
+    # Each rank writes to those before it.
+    letters = {to: f"{world.rank}>{to}".encode() * 400 for to in range(world.rank)}
+    received = world.exchange("letters", letters, range(world.rank + 1, world.size))
+    exchanged = [bytes(part).decode()[:3] for _, part in sorted(received.items())]
+    numbers = torch.arange(world.rank + 1, dtype=torch.int16)
+    columns = {"number": numbers, "whole": numbers > 0, "pair": numbers.double()[:, None].expand(-1, 2)}
+    counts = torch.arange(world.size) + 1
+    rows = {name: column.tolist() for name, column in world.gather_columns("rows", columns, counts).items()}
+    names = world.reduce("names", f"{world.rank} ", str.__add__, str)
+    shared = world.share("a value", {"from": world.rank, "long": "x" * 5000 * world.rank})
+    every = {"gathered": gathered, "exchanged": exchanged, "rows": rows, "names": names, "shared": shared}
+    return {"of all": world.gather("all", every), "task": task}
 
 
 def renewed(world: World, task: dict[str, Any]) -> list[list[Any]]:

@@ -37,14 +37,17 @@ def no_port_is_left() -> Iterator[None]:
     assert listening(family()) <= before
 
 
-def test_ranks_gather_exchange_and_share() -> None:
-    found = run_ranks("tests.cluster.ranks:words", {"a": [1, None]}, 2, 200.0)
-    assert found == {
-        "gathered": ["", "x"],
-        "exchanged": ["0>0", "1>0"],
-        "shared": {"from": 0},
-        "task": {"a": [1, None]},
-    }
+@pytest.mark.parametrize("size", [2, 5])
+def test_ranks_gather_reduce_exchange_and_share(size: int) -> None:
+    found = run_ranks("tests.cluster.ranks:words", {"a": [1, None]}, size, 200.0)
+    assert found["task"] == {"a": [1, None]}
+    numbers = [number for rank in range(size) for number in range(rank + 1)]
+    rows = {"number": numbers, "whole": [n > 0 for n in numbers], "pair": [[n, n] for n in numbers]}
+    for rank, told in enumerate(found["of all"]):
+        assert told["gathered"] == ["x" * number for number in range(size)]
+        assert told["exchanged"] == [f"{sender}>{rank}" for sender in range(rank + 1, size)]
+        assert told["rows"] == rows and told["names"] == "".join(f"{number} " for number in range(size))
+        assert told["shared"] == {"from": 0, "long": ""}
 
 
 def test_ranks_go_on_without_lost_ones_and_take_them_in_again(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ rank 1  its prompts ─generate─▶ its rows ──verify──▶ its rows �
 Every rank knows the index columns of all rows; a row's payload is on one rank.
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +26,7 @@ from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import of_namespace, summed
 from braidrl.observe.metrics import Sums
-from braidrl.observe.rollouts import join_parts, part_path
+from braidrl.observe.rollouts import merge_parts, part_path, publish, unpublished
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
@@ -104,17 +105,17 @@ class RankBackend:
         self.world.at("admission" if isinstance(origin, Admission) else f"reading {type(origin).__name__}")
         if isinstance(origin, Admission):
             samples = self.config.rollout.samples_per_prompt
-            group_of = [group for group in origin.numbers for _ in range(samples)]
+            group_of = torch.tensor(origin.numbers, dtype=torch.int64).repeat_interleave(samples)
             # If selection may not need the last groups, every rank starts with the first ones; else with neighbouring
             # rows.
             if self.flow.sampling_segment:
-                owner = torch.tensor(in_turn(group_of, size))
+                owner = torch.tensor(in_turn(group_of.tolist(), size))
             else:
                 owner = torch.arange(len(group_of)) * size // max(len(group_of), 1)
             mine = (owner == rank).nonzero().flatten().tolist()
-            place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
+            place = {group: number for number, group in enumerate(sorted(set(group_of[mine].tolist())))}
             if mine:
-                made = [place[group_of[row]] * samples + row % samples for row in mine]
+                made = [place[int(group_of[row])] * samples + row % samples for row in mine]
                 drawn = dict(zip(origin.numbers, origin.examples, strict=False))
                 examples = [drawn[number] for number in place] if drawn else ()
                 rows = self.store.make(Admission(tuple(place), examples)).take(made)
@@ -220,8 +221,7 @@ class RankBackend:
         own, accumulated = Sums(), self.accumulated.pop(role)
         self.world.at(f"step {iteration}, optimizer step of {role}")
         self.executor.optim_step(role, accumulated, iteration, own, self.world.first, overrides)
-        for gathered in self.world.gather("metrics of an optimizer step", own.pairs()):
-            sums.merge(Sums(gathered))
+        self.exchange.add_sums("metrics of an optimizer step", own, sums)
 
     @contextmanager
     def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
@@ -239,25 +239,35 @@ class RankBackend:
         return self.store.row_texts(table.rows)
 
     def record(self, path: Path, table: Shard, final: Shard) -> None:
-        """Write this rank's rows to a file; the first rank joins the files, so that no rank ever holds all rows."""
+        """Write this rank's rows to a file; one rank of each machine makes its ranks' files one, so that no rank ever
+        holds all rows.
+        """
         self.world.at(f"writing {path.name}")
+        rank, part = self.world.rank, part_path(path, self.world.rank)
+        for left in [part, *path.parent.glob(part_path(path, 0).name[:-1] + "*")] if self.world.first else [part]:
+            # Files of ranks that were lost while they recorded.
+            left.unlink(missing_ok=True)
+        if self.world.first:
+            shutil.rmtree(unpublished(path), ignore_errors=True)
         # A rank without rows knows no payload columns, so the others send their names.
-        said = self.world.gather("names of columns", (list(table.payload), list(final.payload)))
-        added = {name for _, later in said for name in later} - {name for known, _ in said for name in known}
+        names = (sorted(table.payload), sorted(final.payload))
+        before, after = self.world.reduce("names of columns", names, united, Names)
+        added = set(after) - set(before)
         later = replace(final, payload=final.payload.only(sorted(added & set(final.payload))))
         if added:
             later = self.exchange.move(path.name, later, table.owner)
-        rows = table.rows
-        part = part_path(path, self.world.rank)
-        if len(rows):
+        if len(rows := table.rows):
             self.store.record(part, rows, replace(later, owner=table.owner).rows)
-        wrote = self.world.gather("written rows", len(rows))
-        parts = [part_path(path, rank) for rank, count in enumerate(wrote) if count]
-        if self.world.first and parts:
-            join_parts(path, parts)
-            # Files of ranks that were lost while they recorded.
-            for left in path.parent.glob(part_path(path, 0).name.replace("rank-0", "rank-*")):
-                left.unlink()
+        filled = set(table.owner.tolist())
+        machines = [ranks for each in self.world.machines if (ranks := [other for other in each if other in filled])]
+        self.world.meet("written rows")
+        columns = list[str]()
+        for number, ranks in enumerate(machines):
+            if ranks[0] == rank:
+                columns = merge_parts(path, number, [part_path(path, other) for other in ranks])
+        self.world.reduce("columns of the recording", columns, same_columns, list[str])
+        if self.world.first and machines:
+            publish(path)
 
     def save_rows(self, path: Path, table: Shard) -> None:
         """Move the rows, less than a batch, to the rank that writes the checkpoint."""
@@ -279,6 +289,21 @@ class RankBackend:
         if self.any_stage or stage.name not in self.flow.inputs:
             return None
         return [column.name for column in self.flow.inputs[stage.name]]
+
+
+Names = tuple[list[str], list[str]]
+
+
+def united(low: Names, high: Names) -> Names:
+    """Return the union of two sets of names, each."""
+    return sorted({*low[0], *high[0]}), sorted({*low[1], *high[1]})
+
+
+def same_columns(low: list[str], high: list[str]) -> list[str]:
+    """Return the columns of two files of a recording, of which one may not exist. Raises ValueError if they differ."""
+    if low and high and low != high:
+        raise ValueError(f"machines have recorded different columns: {low}, {high}")
+    return low or high
 
 
 def rank_backend(backend: object) -> RankBackend:

@@ -4,8 +4,8 @@
 rank 0      g0 g0 g1 g1                   0 0 1 1    tokens of rows 0, 1
 rank 1      g0 g0 g1 g1                   0 0 1 1    tokens of rows 2, 3
 
-gather      new index columns and metric sums of every rank, on every rank
-move        payload to its new ranks
+gather      metric sums, added along a tree; new index columns, a few narrow numbers a row, on every rank
+move        payload to its new ranks, between those that send and receive some
 """
 
 from collections import Counter
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.world import World
-from braidrl.data.codec import encode, pack_rows, unpack_rows
+from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
-from braidrl.data.packing import balanced_partition, imbalance
+from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
@@ -114,11 +114,12 @@ class ShardExchange:
             rows = rows.only([name for name in dict.fromkeys(needed) if name in rows])
         with traced(self.waits, "ranks", edge, self.iteration, state="waiting", version=self.version):
             wanted = owner[source == rank]
-            messages: list[bytes | bytearray] = [b""] * self.world.size
-            for to in set(wanted.tolist()) - {rank}:
-                messages[to] = join(encode(rows.take((wanted == to).nonzero().flatten())))
-            received = self.world.exchange(f"rows for {edge} of step {self.iteration}", messages)
-            parts = {sender: unpack_rows(message) for sender, message in enumerate(received) if len(message)}
+            messages = {
+                to: join(encode(rows.take((wanted == to).nonzero().flatten()))) for to in set(wanted.tolist()) - {rank}
+            }
+            senders = set(source[owner == rank].tolist()) - {rank}
+            received = self.world.exchange(f"rows for {edge} of step {self.iteration}", messages, senders)
+            parts = {sender: unpack_rows(message) for sender, message in received.items()}
             parts[rank] = rows.take((wanted == rank).nonzero().flatten())
             coming = [((source == sender) & (owner == rank)).nonzero().flatten() for sender in parts]
             moved = Rows.cat(list(parts.values())).take(torch.cat(coming).argsort())
@@ -130,20 +131,39 @@ class ShardExchange:
         Raises KeyboardInterrupt on every rank if one was asked to stop.
         """
         new = Rows(columns)
-        message = own.pairs(), self.interrupts.asked, pack_rows(new.index)
+        news = News(own.pairs(), self.interrupts.asked, {name: Form.of(column) for name, column in new.index.items()})
         with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
-            parts = self.world.gather("index columns", message)
-        self.interrupts.agree(any(asked for _, asked, _ in parts))
-        sums.merge(*(Sums(counted) for counted, *_ in parts))
-        order = torch.cat([(table.owner == rank).nonzero().flatten() for rank in range(self.world.size)]).argsort()
-        everywhere = Rows.cat([unpack_rows(index) for *_, index in parts])
-        return table.with_columns(everywhere.take(order) if len(everywhere) else Rows({}), new.payload)
+            news = self.world.reduce("sums and index columns", news, News.of_both, News)
+            self.interrupts.agree(news.asked)
+            if news.differing:
+                raise ValueError(f"ranks have made different index columns: {news.differing}")
+            index = self._gathered(table.owner, new.index, news.forms)
+        sums.merge(Sums(news.sums))
+        return table.with_columns(index, new.payload)
+
+    def _gathered(self, owner: Tensor, own: Rows, forms: "Mapping[str, Form]") -> Rows:
+        """Return index columns of all rows; each rank has those of its own."""
+        size = self.world.size
+        if not forms or size == 1:
+            return own
+        # A rank without rows learns the columns from the others.
+        narrow = {name: form.narrowed(own.get(name)) for name, form in forms.items()}
+        counts = torch.bincount(owner, minlength=size)
+        gathered = self.world.gather_columns("index columns", narrow, counts)
+        # Row i of the table is row order[i] in the order of ranks.
+        order = owner.argsort(stable=True).argsort()
+        return Rows({name: column[order].to(getattr(torch, forms[name].dtype)) for name, column in gathered.items()})
+
+    def add_sums(self, purpose: str, own: Sums, sums: Sums) -> None:
+        """Add the metric sums of all ranks."""
+        total = self.world.reduce(purpose, own.pairs(), merged, dict[str, tuple[float, float]])
+        sums.merge(Sums(total))
 
     def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All-reduce sums, in the order of ranks; a rank without rows has none."""
-        parts = self.world.gather("sums over the batch", {n: t[None] for n, t in own.items()}, dict[str, Tensor])
-        found = [totals for totals in parts if totals]
-        return {name: torch.stack([totals[name][0] for totals in found]).sum(0) for name in found[0]} if found else {}
+        """All-reduce sums; a rank without rows has none."""
+        given = {name: total[None] for name, total in own.items()}
+        totals = self.world.reduce("sums over the batch", given, added, dict[str, Tensor])
+        return {name: total[0] for name, total in totals.items()}
 
     @contextmanager
     def working(self, stage: Stage, rows: Rows) -> Iterator[Span]:
@@ -158,18 +178,99 @@ class ShardExchange:
         self.world.rows = ""
 
 
+@dataclass(frozen=True)
+class Form:
+    """The type of an index column, the shape of its values, and the range of integers."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: int = 0
+    high: int = 0
+
+    @staticmethod
+    def of(column: Column) -> "Form":
+        """Return the form of a column on one rank."""
+        assert isinstance(column, Tensor), "index columns are tensors"
+        dtype, shape = str(column.dtype).removeprefix("torch."), tuple(column.shape[1:])
+        if column.dtype == torch.bool or column.is_floating_point() or not column.numel():
+            return Form(dtype, shape)
+        low, high = column.aminmax()
+        return Form(dtype, shape, int(low), int(high))
+
+    def of_both(self, other: "Form") -> "Form":
+        """Return the form of a column of the rows of two ranks."""
+        return replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
+
+    def narrowed(self, column: Tensor | None) -> Tensor:
+        """Return a column, or an empty one, in the narrowest type that holds the integers of all ranks."""
+        given = getattr(torch, self.dtype)
+        if column is None:
+            column = torch.empty(0, *self.shape, dtype=given)
+        if given == torch.bool or given.is_floating_point:
+            return column
+        return column.to(next(kind for kind in NARROW if holds(kind, self.low, self.high)))
+
+
+NARROW = (torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def holds(dtype: torch.dtype, low: int, high: int) -> bool:
+    """Return True if an integer type holds a range."""
+    limits = torch.iinfo(dtype)
+    return limits.min <= low and high <= limits.max
+
+
+@dataclass(frozen=True)
+class News:
+    """What ranks say after a stage: metric sums, whether one was asked to stop, and the forms of new index columns."""
+
+    sums: dict[str, tuple[float, float]]
+    asked: bool
+    forms: dict[str, Form]
+    differing: str = ""
+    """The index columns of two ranks, if they differ; a rank without rows has none."""
+
+    def of_both(self, other: "News") -> "News":
+        """Return what two sets of ranks say."""
+        sums = merged(self.sums, other.sums)
+        kinds = [{name: (form.dtype, form.shape) for name, form in one.forms.items()} for one in (self, other)]
+        differing = self.differing or other.differing
+        if all(kinds) and kinds[0] != kinds[1] and not (self.asked or other.asked):
+            differing = differing or f"{kinds[0]} and {kinds[1]}"
+        forms = dict(self.forms or other.forms)
+        if all(kinds) and not differing:
+            forms = {name: form.of_both(other.forms[name]) for name, form in self.forms.items()}
+        return News(sums, self.asked or other.asked, forms, differing)
+
+
+Pairs = Mapping[str, Sequence[float]]
+
+
+def merged(low: Pairs, high: Pairs) -> dict[str, tuple[float, float]]:
+    """Add the metric sums of two sets of ranks."""
+    return Sums(low).merge(Sums(high)).pairs()
+
+
+def added(low: Mapping[str, Tensor], high: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add sums of the same names; one side may have none."""
+    return {name: low[name] + high[name] for name in low} if low and high else dict(low or high)
+
+
 def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
     """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function.
 
     Rows of one of `groups` stay together. A new part goes, the fullest first, to the rank that already has most of it.
     """
-    parts = balanced_partition(costs, ranks, groups=groups)
     owners = owner.tolist()
     together = groups is None or len(set(groups)) == len(set(zip(groups, owners, strict=True)))
-    holding: list[list[int]] = [[] for _ in range(ranks)]
-    for row, holder in enumerate(owners):
-        holding[holder].append(row)
-    if together and imbalance(costs, holding) <= IN_PLACE * imbalance(costs, parts):
+    fullest = float(torch.bincount(owner, torch.tensor(costs, dtype=torch.float64), minlength=ranks).max())
+    ideal = max(sum(costs) / ranks, max(costs, default=0))
+    if together and fullest <= IN_PLACE * ideal:
+        # No partition is better than the ideal one.
+        return owner
+    parts = balanced_partition(costs, ranks, groups=groups)
+    best = max(sum(costs[row] for row in part) for part in parts)
+    if together and fullest <= IN_PLACE * best:
         return owner
     chosen: dict[int, list[int]] = {}
     others = []

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from braidrl.cluster.process_groups import all_gather_bytes, mesh_of, subgroup
+from braidrl.cluster.peers import Peers
+from braidrl.cluster.process_groups import mesh_of, subgroup
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.data.codec import encode, unpack_rows
@@ -175,7 +176,7 @@ class DataParallel(Ranks):
             return rows, slice(0, len(rows))
         assert self.replica_group is not None
         with self.meeting("rows of one replica"):
-            parts = [unpack_rows(part) for part in all_gather_bytes(join(encode(rows)), self.replica_group)]
+            parts = [unpack_rows(part) for part in Peers(self.replica_group).all_gather(join(encode(rows)), 0)]
         before = sum(len(part) for part in parts[: self.replica_group.rank()])
         filled = [part for part in parts if len(part)]
         return Rows.cat(filled) if filled else rows, slice(before, before + len(rows))

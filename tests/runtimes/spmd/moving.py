@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,11 @@ def received_by(world: World) -> Iterator[list[memoryview]]:
     """Collect the messages that a rank gets from others in exchanges."""
     received, exchange = list[memoryview](), world.exchange
 
-    def collecting(purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
-        found = exchange(purpose, messages)
-        received.extend(part for rank, part in enumerate(found) if rank != world.rank and len(part))
+    def collecting(
+        purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
+    ) -> dict[int, memoryview]:
+        found = exchange(purpose, messages, senders)
+        received.extend(found.values())
         return found
 
     world.exchange = collecting  # type: ignore[method-assign]
