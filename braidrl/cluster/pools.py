@@ -57,11 +57,7 @@ def place(
         check_partition(placement.pools, roles, generating)
         parts = [(tuple(pool.roles), pool.workers or workers, pool.kind, pool.nodes) for pool in placement.pools]
         for pool_roles, size, _, nodes in parts:
-            if nodes and size % nodes:
-                raise UserError(
-                    f"placement: {'+'.join(pool_roles)} has {size} workers, which nodes={nodes} does not divide; "
-                    "write another"
-                )
+            check_nodes("placement", "+".join(pool_roles), size, nodes)
     elif placement.name not in NAMES:
         raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
     else:
@@ -84,6 +80,12 @@ def place(
         )
         for pool_roles, size, kind, nodes in parts
     )
+
+
+def check_nodes(key: str, name: str, workers: int, nodes: int | None) -> None:
+    """Raise UserError unless a pool's workers divide over its nodes."""
+    if nodes and workers % nodes:
+        raise UserError(f"{key}: {name} has {workers} workers, which nodes={nodes} does not divide; write another")
 
 
 def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str]) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from braidrl.config.data import DataConfig, RewardConfig
 from braidrl.config.section import (
@@ -28,16 +28,49 @@ from braidrl.config.section import (
 )
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
-Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
-"""A number of processes."""
+
+class WorkersConfig(Section):
+    """A number of processes, and where they are."""
+
+    short_for = {int: "workers"}
+    workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
+    """Processes, each with a device of its own. The default of a pool is the configuration's `workers`; of a worker
+    group 1, or as many as the role's layout needs.
+    """
+    kind: str | None = None
+    """Kind of device, as `braid plan --devices` names it (`H100-80GB`); a run is refused where its cluster has none.
+
+    By default any.
+    """
+    nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)
+    """Number of nodes, with equal numbers of processes; by default as few as possible.
+
+    Ranks are in the order of nodes.
+    """
+
+
+def by_group(value: Any) -> Any:
+    """Return worker groups by name, where an override `actor.generate=2` has made `generate` a key of `actor`."""
+    if not isinstance(value, dict):
+        return value
+    groups = dict[str, Any]()
+    for name, own in value.items():
+        if isinstance(own, dict) and "generate" in own:
+            groups[f"{name}.generate"] = own["generate"]
+            own = {key: part for key, part in own.items() if key != "generate"}
+            if not own:
+                continue
+        groups[name] = own
+    return groups
 
 
 class StreamingConfig(Section):
     """Settings of the streaming runtime. Without staleness none of them changes the result of a run."""
 
-    workers: dict[str, Processes] = {}
-    """Processes by worker group: `actor.generate`, and each role that infers or trains. The default is 1, or as many as
-    the role's layout needs. Checks and computations run with generation and training.
+    workers: Annotated[dict[str, WorkersConfig], BeforeValidator(by_group)] = {}
+    """Processes by worker group: `actor.generate`, and each role that infers or trains: a number, or `workers`, `kind`
+    and `nodes` (under `cluster.launcher=ray`). The default is 1, or as many as the role's layout needs. Checks and
+    computations run with generation and training.
     """
     dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
     """Maximum number of rows that a worker takes at once: a lower number balances the load better, a higher one needs
@@ -70,24 +103,12 @@ class StreamingConfig(Section):
     """
 
 
-class PoolConfig(Section):
+class PoolConfig(WorkersConfig):
     """Roles that share their processes."""
 
     short_for = {list: "roles"}
     roles: list[str] = Field(min_length=1)
     """Names of the roles."""
-    workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Processes, each with a device of its own; by default the configuration's `workers`."""
-    kind: str | None = None
-    """Kind of device, as `braid plan --devices` names it (`H100-80GB`); a run is refused where its cluster has none.
-
-    By default any.
-    """
-    nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Number of nodes, with equal numbers of processes; by default as few as possible.
-
-    Ranks are in the order of nodes.
-    """
 
 
 class PlacementConfig(Section):

@@ -29,12 +29,13 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
 
     Roles are offloaded as the configuration's budget says.
     """
-    models, kind, deployment = problem.models, problem.cluster.groups[0], problem.deployment
+    models, deployment = problem.models, problem.deployment
     groups, sets = device_groups(deployment), list[SetChoice]()
     # Roles whose generation has a pool of its own.
     split = {use.role for group in groups for use in group.uses if use.apart}
     for group in groups:
         roles: dict[str, Choice] = {}
+        kind = next((each for each in problem.cluster.groups if each.kind == group.kind), problem.cluster.groups[0])
         for asked in group.uses:
             use = role_deployment(asked, deployment, group.devices)
             costs = {
@@ -62,6 +63,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         "rollout": {},
         "trainer": {"layout": {}, "inference_layout": None, "max_staleness": plan.staleness},
     }
+    has_kinds = len({group.kind for group in problem.cluster.groups}) > 1
     engines, devices = {}, sum(set_choice.devices for set_choice in plan.sets)
     for set_choice in plan.sets:
         for name, choice in set_choice.roles.items():
@@ -89,13 +91,17 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         tree["rollout"]["vllm"] = {"gpu_memory_utilization": share, **sleeps}
     if plan.runtime == "streaming":
         divisors = {name: engine.divisor for name, engine in engines.items()}
-        counts = {
+        counts: dict[str, Any] = {
             name: set_choice.devices // divisors.get(name, 1) for set_choice in plan.sets for name in set_choice.roles
         }
+        if has_kinds:
+            kinds = {name: set_choice.group.kind for set_choice in plan.sets for name in set_choice.roles}
+            counts = {name: {"workers": count, "kind": kinds[name]} for name, count in counts.items()}
+            tree["cluster"] = {"launcher": "ray"}
         tree |= {"streaming": {"workers": counts}, "placement": "colocate"}
     elif plan.runtime == "hybrid":
         pools = [{"roles": list(set_choice.roles), "workers": set_choice.devices} for set_choice in plan.sets]
-        if len({group.kind for group in problem.cluster.groups}) > 1:
+        if has_kinds:
             pools = [{**pool, "kind": set_choice.group.kind} for pool, set_choice in zip(pools, plan.sets, strict=True)]
         tree |= {"placement": pools, "cluster": {"cpus": devices}}
     else:

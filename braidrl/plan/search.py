@@ -171,8 +171,28 @@ class Search:
         iteration.
         """
         quickest: Plan | None = None
-        for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
-            # Each used node group gives all of its devices to its own sets.
+        for places in self.places(len(partition)):
+            if self.is_over():
+                return quickest
+            sets: list[SetChoice] = []
+            for roles, (group, size) in zip(partition, places, strict=True):
+                choice = self.choices.of_set(roles, group, size)
+                # Lower bound: an iteration takes at least as long as each set is busy.
+                if choice is None or choice.busy >= limit:
+                    break
+                sets.append(choice)
+            else:
+                plan = synchronous_plan(self.problem, "hybrid", sets)
+                if plan.seconds < limit:
+                    quickest, limit, self.has_plan = plan, plan.seconds, True
+        return quickest
+
+    def places(self, count: int) -> Iterator[list[tuple[NodeGroup, int]]]:
+        """Yield each assignment of `count` sets of roles to kinds of devices, with the devices of each set.
+
+        Each used node group gives all of its devices to its own sets.
+        """
+        for groups in itertools.product(self.problem.cluster.groups, repeat=count):
             members = {group: [i for i, candidate in enumerate(groups) if candidate == group] for group in groups}
             ways = [
                 [
@@ -182,46 +202,33 @@ class Search:
                 for group, indices in members.items()
             ]
             for picked in itertools.product(*ways):
-                if self.is_over():
-                    return quickest
                 size_of = {i: size for by_set in picked for i, size in by_set.items()}
-                sets: list[SetChoice] = []
-                for i, (roles, group) in enumerate(zip(partition, groups, strict=True)):
-                    choice = self.choices.of_set(roles, group, size_of[i])
-                    # Lower bound: an iteration takes at least as long as each set is busy.
-                    if choice is None or choice.busy >= limit:
-                        break
-                    sets.append(choice)
-                else:
-                    plan = synchronous_plan(self.problem, "hybrid", sets)
-                    if plan.seconds < limit:
-                        quickest, limit, self.has_plan = plan, plan.seconds, True
-        return quickest
+                yield [(group, size_of[i]) for i, group in enumerate(groups)]
 
     def streaming(self, staleness: int) -> Plan | None:
         """Return the fastest streaming plan with this maximum staleness; None if a worker group does not fit."""
         config, kinds = self.problem.config, self.problem.cluster.kinds
         members = worker_groups(deploy(config.model_copy(update={"runtime": "streaming"}), self.problem.flow))
         bounded: list[tuple[float, list[SetChoice]]] = []
-        for group in self.problem.cluster.groups:
-            room = kinds[group.kind].memory * USABLE
-            for sizes in allocations(group.size, len(members), unit_of(group)):
-                if self.is_over():
+        for places in self.places(len(members)):
+            if self.is_over():
+                break
+            sets: list[SetChoice] = []
+            # The fastest choice of each worker group that fits its devices.
+            for member, (group, devices) in zip(members, places, strict=True):
+                room = kinds[group.kind].memory * USABLE
+                part: RolePart = "generate" if member.kind == "generate" else "model"
+                options = self.choices.of_role(str(member.role), group, devices, part)
+                fitting = [one for one in options if one.peak <= room]
+                if part == "generate" and config.streaming.weights == "rolling":
+                    # One engine generates while another loads.
+                    fitting = [one for one in fitting if one.use.engine is None or devices > one.use.engine.divisor]
+                if not fitting:
                     break
-                sets: list[SetChoice] = []
-                # The fastest choice of each worker group that fits its devices.
-                for member, devices in zip(members, sizes, strict=True):
-                    part: RolePart = "generate" if member.kind == "generate" else "model"
-                    options = self.choices.of_role(str(member.role), group, devices, part)
-                    fitting = [one for one in options if one.peak <= room]
-                    if part == "generate" and config.streaming.weights == "rolling":
-                        # One engine generates while another loads.
-                        fitting = [one for one in fitting if one.use.engine is None or devices > one.use.engine.divisor]
-                    if fitting:
-                        choice = min(fitting, key=lambda one: one.busy)
-                        sets.append(SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak))
-                if len(sets) == len(members):
-                    bounded.append((max(one.busy for one in sets), sets))
+                choice = min(fitting, key=lambda one: one.busy)
+                sets.append(SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak))
+            if len(sets) == len(members):
+                bounded.append((max(one.busy for one in sets), sets))
         quickest: Plan | None = None
         for bound, sets in sorted(bounded, key=lambda pair: pair[0])[:MOST_SIMULATED]:
             # Lower bound: an iteration takes at least as long as each group's work.

@@ -97,6 +97,8 @@ class DeviceGroup:
 
     devices: int
     uses: tuple[RoleUse, ...]
+    kind: str | None = None
+    """Kind of the devices, if the pool names one."""
 
 
 def device_groups(deployment: Deployment) -> list[DeviceGroup]:
@@ -107,7 +109,7 @@ def device_groups(deployment: Deployment) -> list[DeviceGroup]:
         uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
         engines = 1 if pool.models else max(1, pool.engines * pool.engine_devices)
-        found.append(DeviceGroup(pool.workers * engines, tuple(uses)))
+        found.append(DeviceGroup(pool.workers * engines, tuple(uses), pool.kind))
     return found
 
 

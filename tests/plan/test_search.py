@@ -12,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidrl.cluster.device_kinds import Cluster, NodeGroup, read_cluster
+from braidrl.config import parse_config
 from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 from braidrl.flow.batches import Sizes
 from braidrl.plan.choices import LONG, Choice, Choices, SetChoice, in_order, layouts
+from braidrl.plan.configured import overlay_of
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, call_times, partitions, synchronous_plan, unit_of
+from braidrl.runtimes.prepare.deployment import deploy
 from tests.plan.problems import GIB, cluster, problem, write_sizes
 from tests.plan.simulator import simulate
 from tests.plan.synchronous import AnyWorkload
@@ -180,6 +183,20 @@ def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:
     plans = Search(problem(model, both)).hybrid()
     assert {one.group.kind for plan in plans for one in plan.sets} == {"fast", "slow"}
     assert plans[0].seconds <= Search(problem(model, fast)).hybrid()[0].seconds
+    # Five worker groups need the devices of both kinds, and the configuration says which has which.
+    groups = [group.model_copy(update={"devices": 3}) for group in both.groups]
+    asked = problem(model, Cluster(groups=tuple(groups), kinds=both.kinds))
+    streaming = Search(asked).streaming(1)
+    assert streaming is not None
+    overlay = overlay_of(streaming, asked)
+    workers = overlay["streaming"]["workers"]
+    assert {name: (group["workers"], group["kind"]) for name, group in workers.items()} == {
+        name: (one.devices, one.group.kind) for one in streaming.sets for name in one.roles
+    }
+    assert {group["kind"] for group in workers.values()} == {"fast", "slow"}
+    changed = {"runtime": "streaming", "streaming": overlay["streaming"], "cluster": overlay["cluster"]}
+    pools = deploy(parse_config({**asked.config.model_dump(mode="json"), **changed}), asked.flow).pools
+    assert {pool.name: pool.kind for pool in pools} == {name: group["kind"] for name, group in workers.items()}
 
 
 def test_an_embedded_engine_with_devices_of_its_own_has_the_whole_model(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 import os
 from dataclasses import replace
 
-from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.cluster.pools import GENERATE, Pool, check_nodes, place
 from braidrl.config import Config
+from braidrl.config.config import WorkersConfig
 from braidrl.engines.deployment import MODES, Deployment, Engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
@@ -49,17 +50,32 @@ def worker_pools(deployment: Deployment) -> list[Pool]:
         if stage.kind is Kind.GENERATE:
             playing.setdefault(str(stage.role), {}).update(dict.fromkeys(policies_of(stage)))
     for role, together in playing.items():
-        name = role + GENERATE
-        pools.append(Pool((name,), asked.get(name, 1) * deployment.engines.nodes, generating=tuple(together)))
+        pools.append(Pool((role + GENERATE,), deployment.engines.nodes, generating=tuple(together)))
     computing = dict.fromkeys(str(s.role) for s in deployment.stages if s.kind in (Kind.INFER, Kind.TRAIN))
     for role in sorted(computing, key=changed.__contains__):
         layout = settings_of(role, config).layout
-        pools.append(Pool((role,), asked.get(role, layout.ranks_per_replica * (layout.data or 1))))
+        pools.append(Pool((role,), layout.ranks_per_replica * (layout.data or 1)))
     names = [pool.name for pool in pools]
-    for name in asked:
+    for name, group in asked.items():
         if name not in names:
             raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, names)}")
-    return pools
+        key = next((key for key in ("kind", "nodes") if getattr(group, key) is not None), None)
+        if key is not None and deployment.launcher != "ray":
+            raise UserError(
+                f"streaming.workers.{name}.{key} is for the nodes of a Ray cluster; write cluster.launcher=ray"
+            )
+    return [with_workers(pool, asked[pool.name]) if pool.name in asked else pool for pool in pools]
+
+
+def with_workers(pool: Pool, asked: WorkersConfig) -> Pool:
+    """Return the processes of a worker group where it is configured; an engine of several nodes has one on each.
+
+    Raises UserError if they do not divide over the nodes.
+    """
+    each = pool.workers if pool.generating else 1
+    workers = pool.workers if asked.workers is None else asked.workers * each
+    check_nodes("streaming.workers", pool.name, workers, asked.nodes)
+    return replace(pool, workers=workers, kind=asked.kind, nodes=asked.nodes)
 
 
 def launcher_of(config: Config) -> str:

@@ -516,6 +516,14 @@ def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
     [
         ({"flow": "sft", "rollout": {"samples_per_prompt": 1}}, "flow sft generates none"),
         ({"streaming": {"workers": {"actr": 2}}}, "no worker group 'actr'"),
+        ({"streaming": {"workers": {"actor": {"kind": "H100-80GB"}}}}, "write cluster.launcher=ray"),
+        (
+            {
+                "streaming": {"workers": {"actor": {"generate": {"workers": 3, "nodes": 2}}}},
+                "cluster": {"launcher": "ray"},
+            },
+            "actor.generate has 3 workers, which nodes=2 does not divide",
+        ),
         ({"trainer": {"surplus": "keep"}}, "trainer.max_staleness=0 forbids"),
         (
             {"streaming": {"on_policy_share": 0.5}},
