@@ -86,27 +86,28 @@ class Rounds:
         self._sums, self._least = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
         self._next = 0.0
 
-    def join(self, least: int, sums: Sequence[int]) -> RoundTotals | None:
-        """Join the next round when it is time, without waiting; return the totals of a round that has just ended."""
-        if self._works and not all(work.is_completed() for work in self._works):
+    def ended(self, wait: bool = False) -> RoundTotals | None:
+        """Return the totals of this rank's round if it has just ended, or with `wait` when it ends; None without one.
+
+        The next round is joined after its totals are known, so all ranks join it knowing the same.
+        """
+        if not self._works or not (wait or all(work.is_completed() for work in self._works)):
             return None
-        ended = self._end() if self._works else None
-        if (now := time.monotonic()) >= self._next:
+        return self._end()
+
+    def join(self, least: int, sums: Sequence[int]) -> None:
+        """Join the next round when it is time, unless this rank is in one."""
+        if not self._works and (now := time.monotonic()) >= self._next:
             self._next = now + ROUND_EVERY_S
             self._begin(least, [*sums, 1])
-        return ended
 
     def wait(self, least: int, sums: Sequence[int], working: bool = True) -> RoundTotals:
         """Join the next round, and wait for its totals."""
-        if self._works:
-            self._end()
         self._begin(least, [*sums, int(working)])
         return self._end()
 
     def leave(self, least: int, sums: Sequence[int]) -> RoundTotals | None:
         """Join the next round as a rank whose work has ended; return its totals, or None after the last round."""
-        if self._works:
-            self._end()
         if self.totals is not None and not self.totals.working:
             return None
         return self.wait(least, sums, working=False)

@@ -123,6 +123,18 @@ class Response:
         return self.per_token[VERSIONS]
 
 
+@dataclass(frozen=True)
+class Changes:
+    """What changes for an engine while it generates: rows that end with their tokens so far, and rows that begin.
+
+    The engine waits as long as `more` may come, even without rows.
+    """
+
+    ended: Sequence[Uid] = ()
+    added: Sequence[Request] = ()
+    more: bool = False
+
+
 def remaining_request(request: Request, ended: Response) -> Request | None:
     """Return the request for an aborted row's remaining tokens, None without any.
 

@@ -15,6 +15,7 @@ Sampling is deterministic: ranks with the same requests in the same order draw t
 """
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -29,7 +30,7 @@ from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError, EngineMemory, Load, ServedEngine, Speculated, T, check_idle
-from braidrl.engines.requests import EngineRow, Request, Response, row_of
+from braidrl.engines.requests import Changes, EngineRow, Request, Response, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.generation_layout import GenerationLayout
@@ -41,6 +42,10 @@ TURNS = 10
 """Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the
 step.
 """
+CHANGES_EVERY = 8
+"""Steps between two looks for changes of ranks that decode together."""
+IDLE_S = 0.005
+"""Seconds between two looks for changes of an engine without rows."""
 RowEnded = Callable[[Uid, Response | BaseException], None]
 """Called in the event loop at a row's end, with its response or error."""
 OWN = "this process's engine"
@@ -92,6 +97,10 @@ class SteppingEngine(ABC):
     def waiting(self) -> int:
         """Return the number of rows without a slot."""
         return len(self._waiting)
+
+    def waiting_rows(self) -> list[Uid]:
+        """Return the rows without a slot, in their order."""
+        return [row.request.uid for row in self._waiting]
 
     @property
     def memory(self) -> EngineMemory | None:
@@ -152,39 +161,49 @@ class SteppingEngine(ABC):
         self,
         requests: Iterable[Request],
         on_finished: Callable[[Response], None] | None = None,
-        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+        changes: Callable[[], Changes] | None = None,
     ) -> list[Response]:
         """Return all responses, in the order of `requests`; with a `group` each rank brings requests of its own.
 
-        `on_finished` is called with each response that ends by itself, `rows_to_end` after each step or every few
-        milliseconds: it returns rows that end with their tokens so far, in the same step on all ranks, and may include
-        rows that have ended. Raises UserError for a prompt that leaves no room for a response, and RuntimeError while
-        rows are in flight.
+        `on_finished` is called with each response that ends by itself, also of rows that were added. `changes` is
+        called after each step or every few milliseconds; the rows that it ends may have ended already. Raises UserError
+        for a prompt that leaves no room for a response, and RuntimeError while rows are in flight.
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
         own, ranks = list(requests), Ranks(self.group)
         uids = [request.uid for request in own]
-        of_all = ranks.all_gather("requests", (rows_to_end is not None, own), tuple[bool, list[Request]])
-        # All ranks are asked after each step, but only if some rank may end rows.
-        may_end = any(can_end for can_end, _ in of_all)
+        of_all = ranks.all_gather("requests", (changes is not None, own), tuple[bool, list[Request]])
+        # Ranks that decode together ask one another only if some rank has changes, and not after each step.
+        more = may_change = any(asks for asks, _ in of_all)
+        every, steps = 1 if ranks.size == 1 else CHANGES_EVERY, 0
         reported = set(uids) if on_finished else set()
         finished: dict[Uid, Response] = {}
         try:
             for request in (request for _, some in of_all for request in some):
                 self.add(request)
             with self._decoding():
-                while self._under_way:
-                    for row in self.step():
-                        finished[row.uid] = row
-                        if on_finished and row.uid in reported:
-                            on_finished(row)
-                    if not may_end:
-                        continue
-                    named = ranks.all_gather("rows to end", list(rows_to_end() if rows_to_end else ()), list[Uid])
-                    for uid in (uid for part in named for uid in part):
+                while self._under_way or more:
+                    if self._under_way:
+                        for row in self.step():
+                            finished[row.uid] = row
+                            if on_finished and row.uid in reported:
+                                on_finished(row)
+                        steps += 1
+                        if not may_change or (self._under_way and steps % every):
+                            continue
+                    else:
+                        with WORK.waiting():
+                            time.sleep(IDLE_S)
+                    mine = changes() if changes else Changes()
+                    of_ranks = ranks.all_gather("changes", mine, Changes)
+                    for uid in (uid for part in of_ranks for uid in part.ended):
                         if uid in self._under_way:
                             finished[uid] = self.abort(uid)
+                    for request in (request for part in of_ranks for request in part.added):
+                        self.add(request)
+                    reported.update(request.uid for request in mine.added)
+                    more = any(part.more for part in of_ranks)
         finally:
             self.clear(release=False)
         return [finished[uid] for uid in uids]

@@ -119,7 +119,7 @@ class StageExecutor:
             if stage.scope is Scope.BATCH:
                 totals = reduce(summed(stage, rows) if len(rows) else {})
                 return computed(stage, rows, totals) if len(rows) else {}
-            if not len(rows) and not self.is_collective(stage):
+            if not len(rows) and not self.needs_all(stage):
                 return {}
             if stage.kind is Kind.GENERATE:
                 return self.generation.generate(stage, rows, sums, stop)
@@ -174,6 +174,12 @@ class StageExecutor:
                 return own(*arguments, **settings)
 
         return call
+
+    def needs_all(self, stage: Stage) -> bool:
+        """Return True if a rank without rows takes part in a stage, as it is collective, or may draw other ranks'
+        rows.
+        """
+        return self.is_collective(stage) or (stage.type == "generate" and self.generation.ranks.size > 1)
 
     def is_collective(self, stage: Stage) -> bool:
         """Return True if a rank without rows takes part in a stage, because ranks sum, infer or generate together."""

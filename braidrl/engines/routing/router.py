@@ -25,7 +25,7 @@ from torch import Tensor
 from braidrl.cluster.event_loop import Runner, all_or_none
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError, Load, ServedEngine, Speculated, T, check_idle
-from braidrl.engines.requests import EngineRow, Request, Response, joined, remaining_request
+from braidrl.engines.requests import Changes, EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine, answering
 from braidrl.weights.collective import OfferedWeights
@@ -34,7 +34,7 @@ from braidrl.weights.publisher import WeightSource
 
 logger = logging.getLogger(__name__)
 ASK_EVERY_S = 0.02
-"""Seconds between calls of `rows_to_end`."""
+"""Seconds between calls of `changes`."""
 PREEMPT_AGAIN_S = 0.005
 """Seconds between aborts of one request: it may still be on its way to its engine, so it is aborted until it returns.
 """
@@ -160,6 +160,10 @@ class Router:
         counted = [load.speculated for load in loads if load.speculated is not None]
         speculated = sum(counted, Speculated()) if counted else None
         return Load(sum(load.slots for load in loads), sum(load.running for load in loads), waiting, speculated)
+
+    def waiting_rows(self) -> list[Uid]:
+        """Return the rows that wait for an engine, in their order."""
+        return list(self._dispatcher.waiting)
 
     async def close(self) -> None:
         """Stop trying to recover dead engines, close all, and free the stored weights."""
@@ -361,7 +365,7 @@ class EngineService:
     Its methods do what a `SteppingEngine`'s do. The engines' processes manage their own device memory.
     """
 
-    is_collective, memory, phases = False, None, None
+    is_collective, group, memory, phases = False, None, None, None
 
     def __init__(
         self,
@@ -394,6 +398,14 @@ class EngineService:
         return self.router.load().running
 
     @property
+    def waiting(self) -> int:
+        return self.router.load().waiting
+
+    def waiting_rows(self) -> list[Uid]:
+        """Return the rows that wait for an engine, in their order."""
+        return self.router.waiting_rows()
+
+    @property
     def speculated(self) -> Speculated | None:
         return self.router.load().speculated
 
@@ -401,7 +413,7 @@ class EngineService:
         self,
         requests: Iterable[Request],
         on_finished: Callable[[Response], None] | None = None,
-        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+        changes: Callable[[], Changes] | None = None,
     ) -> list[Response]:
         async def one(request: Request) -> Response:
             finished = await self.router.submit(request)
@@ -411,14 +423,19 @@ class EngineService:
 
         async def every(router: ServedEngine) -> list[Response]:
             async with all_or_none() as group:
-                tasks = [group.create_task(one(request)) for request in requests]
-                while rows_to_end is not None and not all(task.done() for task in tasks):
-                    await asyncio.wait(tasks, timeout=ASK_EVERY_S)
-                    for uid in rows_to_end():
+                own = [group.create_task(one(request)) for request in requests]
+                tasks, more = list(own), changes is not None
+                while changes is not None and (more or not all(task.done() for task in tasks)):
+                    running = [task for task in tasks if not task.done()]
+                    await (asyncio.wait(running, timeout=ASK_EVERY_S) if running else asyncio.sleep(ASK_EVERY_S))
+                    change = changes()
+                    for uid in change.ended:
                         # The row may have ended by itself, or with its engine.
                         with contextlib.suppress(KeyError, EngineError):
                             await router.abort(uid)
-            return [task.result() for task in tasks]
+                    tasks += [group.create_task(one(request)) for request in change.added]
+                    more = change.more
+            return [task.result() for task in own]
 
         return self.run(every)
 

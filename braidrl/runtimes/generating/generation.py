@@ -182,7 +182,9 @@ class Generation:
             return self._play(stage, rows, sums, stop)
         engine = self.engines[str(stage.role)]
         if not len(rows):
-            engine.generate([])
+            self._draw(stage, [], lambda response: None, stop, sums)
+            if stop is not None:
+                stop.close()
             return {}
         if self.vision is not None and "images" not in rows:
             raise UserError(
@@ -202,23 +204,16 @@ class Generation:
         verify = [] if partial else early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop)
-            rows_to_end = None
             if stop is not None:
                 stop.bar = bar
-                # Ranks that decode together would ask one another after each step.
-                rows_to_end = stop.rows_to_end if stop.segment is not None or not engine.is_collective else None
 
             def ended(response: Response) -> None:
                 whole = partial.joined(response, engine.max_sequence_tokens) if partial else response
                 done[response.uid] = whole
                 early.add(whole)
 
-            done, start = dict(partial.complete) if partial else {}, time.perf_counter()
-            drawn = engine.generate(requests, ended, rows_to_end)
-            seconds = time.perf_counter() - start
-            new = Drawn.after([len(request.prompt) for request in requests], drawn)
-            self.usage.decoded(stage, new, engine.slots, seconds, sums)
-            self.usage.speculated(stage, engine.speculated, sums)
+            done = dict(partial.complete) if partial else {}
+            drawn = self._draw(stage, requests, ended, stop, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[other], uid=uid) for uid, other in first.items()]
             for copy in finished:
@@ -228,6 +223,35 @@ class Generation:
             if stop is not None:
                 stop.close()
         return self.named(stage.params.get("into"), response_columns(rows, finished, columns_of(stage)))
+
+    def _draw(
+        self,
+        stage: Stage,
+        requests: Sequence[Request],
+        ended: Callable[[Response], None],
+        stop: EarlyStop | None,
+        sums: Sums,
+    ) -> list[Response]:
+        """Return the responses of requests, in their order; ranks that make a `stop` draw waiting rows of one another.
+
+        `ended` is called with each response that ends by itself.
+        """
+        engine, loans = self.engines[str(stage.role)], None if stop is None else stop.loans
+        changes = stop.changes if stop is not None and (loans is not None or stop.segment is not None) else None
+
+        def finished(response: Response) -> None:
+            if loans is None or not loans.ended(response):
+                ended(response)
+
+        if loans is not None:
+            loans.open(engine, requests, ended)
+        start = time.perf_counter()
+        drawn = engine.generate(requests, finished, changes)
+        here = [*zip(requests, drawn, strict=True), *(loans.drawn if loans is not None else ())]
+        new = Drawn.after([len(request.prompt) for request, _ in here], [response for _, response in here])
+        self.usage.decoded(stage, new, engine.slots, time.perf_counter() - start, sums)
+        self.usage.speculated(stage, engine.speculated, sums)
+        return drawn if loans is None else [loans.returned.get(response.uid, response) for response in drawn]
 
     def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
         """Return the earlier tokens of rows if responses may be suspended; `version` of the weights continues them."""
@@ -242,6 +266,8 @@ class Generation:
         """
         engines = {role: self.engines[role] for role in policies_of(stage)}
         engine = engines[str(stage.role)]
+        if not len(rows):
+            return {}
         if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)

@@ -26,7 +26,7 @@ from braidrl.cluster.process_groups import has_message, message_at, put_message
 from braidrl.cluster.world import NOTHING_LEFT, Rounds, RoundTotals, World
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Column, Rows, Uid
-from braidrl.engines.requests import Response
+from braidrl.engines.requests import Changes, Response
 from braidrl.engines.routing.router import RoleEngine
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
@@ -36,6 +36,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
 from braidrl.rewards.verify import Pending, RuleRewards, Scores
+from braidrl.runtimes.generating.loans import Loans
 
 VERIFY_CHUNK = 8
 """Batch size of finished rows for the reward processes during generation."""
@@ -121,8 +122,8 @@ def segment_of(flow: Flow, iteration: int, target: int, kept: Sequence[int] = ()
 
 
 class EarlyStop:
-    """One rank's part of a wave: ends its rows early, counts those of all ranks, and keeps the order of ranks that play
-    in turn.
+    """One rank's part of a wave: ends its rows early, counts those of all ranks, lends waiting rows to other ranks, and
+    keeps the order of ranks that play in turn.
     """
 
     def __init__(
@@ -141,6 +142,9 @@ class EarlyStop:
         self.segment, self.flow, self.samples, self.wave = segment, flow, samples, wave
         self.rounds = None if world is None or world.size == 1 else Rounds(world)
         self.mail = None if world is None else world.mail
+        self.loans = None if world is None or world.size == 1 else Loans(world, wave)
+        self.is_over, self.is_interrupted = False, False
+        """Whether no further row is needed; whether a rank has left its rows."""
         self.left: dict[int, set[Uid]] = {}
         """Unfinished rows by group."""
         for uid in uids:
@@ -163,7 +167,7 @@ class EarlyStop:
         """Finished rows, their tokens and all rows of this rank: now, and as the other ranks know them."""
         self.turn = NOTHING_LEFT
         self.bar: Bar | None = None
-        self.is_closed = False
+        self.is_closed = self.left_rows = False
 
     def add(self, rows: Rows, checks: Mapping[str, Pending]) -> None:
         """Add finished rows, and their running checks by verify stage."""
@@ -174,19 +178,28 @@ class EarlyStop:
         """Count a finished row, and show the rows of all ranks."""
         rows, before, total = self.counted
         self.counted = rows + 1, before + tokens, total
-        if self.segment is None:
+        if self.segment is None and (self.loans is None or self.loans.engine is None):
             self.rows_to_end()
+
+    def changes(self) -> Changes:
+        """Return what changes for this rank's engine. Never waits for another rank."""
+        ended = self.rows_to_end()
+        if self.loans is None:
+            return Changes(ended)
+        return self.loans.changes(ended, self.is_over or self.is_interrupted)
 
     def rows_to_end(self) -> list[Uid]:
         """Return this rank's rows if no group is needed any more; some may have ended. Never waits."""
         news = self._decide(wait=False)
         if self.rounds is not None:
-            totals = self.rounds.join(*self._numbers())
+            totals = self.rounds.ended()
             is_enough = totals is not None and self._take(totals)
+            self.rounds.join(*self._numbers())
         else:
             # One rank knows without a round.
             self.before = min(self.undecided, default=NOTHING_LEFT)
             is_enough = self.segment is not None and news and self.segment.is_enough(self._certain(), self.before)
+        self.is_over = self.is_over or is_enough
         return [uid for group in sorted(self.left) for uid in sorted(self.left[group])] if is_enough else []
 
     def wait_for_turn(self, at_once: int) -> None:
@@ -206,18 +219,27 @@ class EarlyStop:
         """
         if self.is_closed:
             return
-        self.is_closed, self.turn = True, NOTHING_LEFT
+        self.is_closed, self.turn, self.left_rows = True, NOTHING_LEFT, not whole
+        if self.loans is not None:
+            self.loans.close()
         self._decide(wait=whole)
+        if self.rounds is not None and (totals := self.rounds.ended(wait=True)) is not None:
+            self._take(totals)
+            self._decide(wait=False)
         while self.rounds is not None and (totals := self.rounds.leave(*self._numbers())) is not None:
             self._take(totals)
             self._decide(wait=False)
+        if self.loans is not None:
+            self.loans.clear_mail()
 
     def _numbers(self) -> tuple[int, tuple[int, ...]]:
         """Return what this rank adds to a round: the first group that it has not decided, or its turn, and the groups
-        kept before that of the last round, rows and tokens.
+        kept before that of the last round, rows and tokens, whether it has left its rows, waiting rows and free slots.
         """
         self.posted = self.counted
-        return min(self.undecided, default=self.turn), (self._certain(), *self.counted)
+        shared = self.loans.numbers() if self.loans is not None else ()
+        least = min(self.undecided, default=self.turn)
+        return least, (self._certain(), *self.counted, int(self.left_rows), *shared)
 
     def _certain(self) -> int:
         """Return how many of this rank's kept groups are before the first undecided one of all ranks."""
@@ -225,7 +247,11 @@ class EarlyStop:
 
     def _take(self, totals: RoundTotals) -> bool:
         """Take the totals of a round; return True if no further row is needed."""
-        certain, *counts = totals.sums
+        certain, *counts = totals.sums[:4]
+        left, *shared = totals.sums[4:]
+        self.is_interrupted = left > 0
+        if self.loans is not None:
+            self.loans.take(shared)
         is_enough = self.segment is not None and self.segment.is_enough(certain, self.before)
         self.before = totals.least
         if self.bar is not None:

@@ -351,7 +351,7 @@ class HybridWorker:
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
     ) -> CallResult:
         """Keep the result of `run`. A rank without rows is left out if no other rank waits for it."""
-        if not len(part) and not self.executor.is_collective(stage):
+        if not len(part) and not self.executor.needs_all(stage):
             return CallResult()
         answer = self._compute(part, stage, iteration, run)
         rows = self.kept[key] = Rows(answer.result)

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from braidrl.engines.engine import EngineSpec
-from braidrl.engines.requests import Request, SamplingParams
+from braidrl.engines.requests import Changes, Request, SamplingParams
 from braidrl.engines.vllm.vllm_engine import VllmEngine
 from tests.engines.tiny import make_tokenizer
 
@@ -40,12 +40,12 @@ def main(model: Path, adapts: bool) -> dict[str, Any]:
     engine.generate([replace(request, purpose="warm") for request in wanted[:2]])
     at_once: list[int] = []
 
-    def looked() -> tuple[()]:
+    def looked() -> Changes:
         at_once.append(engine.in_flight)
-        return ()
+        return Changes()
 
     started = time.perf_counter()
-    rows = engine.generate(wanted, rows_to_end=looked)
+    rows = engine.generate(wanted, changes=looked)
     seconds = time.perf_counter() - started
     return {
         "tokens": [row.tokens.tolist() for row in rows],

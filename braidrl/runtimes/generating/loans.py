@@ -1,0 +1,215 @@
+"""Generation over the engines of all ranks: rows that wait on one rank are drawn where slots are free.
+
+rank 0   requests ─▶ engine: running rows, waiting rows ──lent──▶ mail ──▶ rank 1's engine, which has free slots
+rank 0   ◀──────────────── responses, as if drawn here ◀── mail ◀────────────┘
+
+The rounds of `EarlyStop` add up how many rows wait and how many slots are free. Only when both exist, the next round
+has these numbers of each rank, and all ranks derive the same moves from them. A row stays its rank's: checks, columns
+and all later stages are where they would have been, and draws belong to the row, so no result depends on these moves.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from braidrl.cluster.process_groups import has_message, message_at, put_message
+from braidrl.cluster.world import Ranks, World
+from braidrl.data.rows import Uid
+from braidrl.engines.requests import Changes, EngineRow, Request, Response
+from braidrl.engines.routing.router import RoleEngine
+
+LOOK_EVERY_S = 0.02
+"""Seconds between two looks at the mail."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Waiting rows that one rank lends to another."""
+
+    lender: int
+    borrower: int
+    rows: int
+
+
+def skimmed(amounts: Sequence[int], count: int) -> list[int]:
+    """Return how much to take of each amount, `count` in all, so that the largest remaining one is as small as
+    possible.
+    """
+    order = sorted(range(len(amounts)), key=lambda i: (-amounts[i], i))
+    taken, total = [0] * len(amounts), 0
+    for largest, i in enumerate(order, 1):
+        total += amounts[i]
+        following = amounts[order[largest]] if largest < len(order) else 0
+        if total - largest * following >= count:
+            level, more = divmod(total - count, largest)
+            for position, each in enumerate(order[:largest]):
+                taken[each] = amounts[each] - level - (position < more)
+            break
+    return taken
+
+
+def planned_moves(waiting: Sequence[int], free: Sequence[int]) -> list[Move]:
+    """Return the moves of waiting rows to free slots: from the ranks with the most, to the ranks with the most."""
+    count = min(sum(waiting), sum(free))
+    given, slots, moves = skimmed(waiting, count), skimmed(free, count), list[Move]()
+    borrowers = (rank for rank, rows in enumerate(slots) for _ in range(rows))
+    for lender, rows in enumerate(given):
+        to = Counter(next(borrowers) for _ in range(rows))
+        moves += [Move(lender, borrower, lent) for borrower, lent in to.items()]
+    return moves
+
+
+class Loans:
+    """One rank's rows on other ranks' engines, and other ranks' rows on its own, in one wave.
+
+    Until `open` and after `close` it neither lends nor borrows.
+    """
+
+    def __init__(self, world: World, wave: int) -> None:
+        self.world, self.wave = world, wave
+        self.engine: RoleEngine | None = None
+        self.own: dict[Uid, Request] = {}
+        self.on_returned: Callable[[Response], None] = lambda response: None
+        self.lent: dict[Uid, int] = {}
+        """The borrower of each row that has not come back."""
+        self.returned: dict[Uid, Response] = {}
+        self.borrowed: dict[Uid, tuple[int, Request]] = {}
+        """The lender and the request of each row that this rank's engine has of another."""
+        self.drawn: list[tuple[Request, Response]] = []
+        """What this rank's engine has drawn for others."""
+        self.finished: dict[int, list[Response]] = {}
+        """Borrowed rows that have ended, by lender."""
+        self.coming: dict[str, int] = {}
+        """The messages of lenders that are on their way, and how many rows they have at most."""
+        self.moves: list[Move] = []
+        """Loans that this rank has still to make."""
+        self.may_come = True
+        """Whether some rank had waiting rows in the last round."""
+        self.by_rank = False
+        """Whether the next round has the numbers of each rank."""
+        self.counts: Counter[str] = Counter()
+        self.written: list[str] = []
+        self._next = 0.0
+
+    def open(self, engine: RoleEngine, requests: Iterable[Request], on_returned: Callable[[Response], None]) -> None:
+        """Begin to lend waiting rows of `requests`, which come back through `on_returned`, and to borrow."""
+        self.engine, self.on_returned = engine, on_returned
+        self.own = {request.uid: request for request in requests}
+
+    def numbers(self) -> list[int]:
+        """Return what this rank adds to a round: its waiting rows and free slots; if asked also at its rank's place."""
+        rank, size = self.world.rank, self.world.size
+        waiting = free = 0
+        if self.engine is not None:
+            waiting = max(0, len(self._waiting()) - sum(move.rows for move in self.moves))
+            # One of the ranks that decode together offers their slots.
+            if not self.engine.waiting and Ranks(self.engine.group).rank == 0:
+                free = max(0, self.engine.slots - self.engine.in_flight - sum(self.coming.values()))
+        each = [0] * (2 * size if self.by_rank else 0)
+        if each:
+            each[rank], each[size + rank] = waiting, free
+        return [waiting, free, *each]
+
+    def take(self, totals: Sequence[int]) -> None:
+        """Take the sums of a round over all ranks' `numbers`."""
+        waiting, free, *each = totals
+        self.may_come, self.by_rank = waiting > 0, waiting > 0 and free > 0
+        if each and self.engine is not None:
+            for move in planned_moves(each[: self.world.size], each[self.world.size :]):
+                if self.world.rank == move.lender:
+                    self.moves.append(move)
+                elif self.world.rank == move.borrower:
+                    self.coming[self._key("lent", move.lender, move.borrower)] = move.rows
+
+    def changes(self, ended: Sequence[Uid], is_over: bool) -> Changes:
+        """Return what changes for the engine: rows of this rank that end now, rows lent, and rows borrowed.
+
+        If the wave `is_over` no row is needed any more, here or elsewhere.
+        """
+        if is_over:
+            self._forget()
+            return Changes([*ended, *self.borrowed])
+        leaving = [uid for move in self.moves for uid in self._lend(move)]
+        self.moves = []
+        added = list[Request]()
+        if leaving or time.monotonic() >= self._next:
+            self._next = time.monotonic() + LOOK_EVERY_S
+            added = self._borrow()
+            self._give_back()
+            self._take_back()
+        more = bool(self.lent or self.coming or self.finished or self.may_come)
+        return Changes([*ended, *leaving], added, more)
+
+    def ended(self, response: Response) -> bool:
+        """Take a row that has ended here; return False for one of this rank's own, which its caller takes."""
+        if response.uid not in self.borrowed:
+            # A row that ends while it is lent comes back with the same tokens.
+            return response.uid in self.lent
+        lender, request = self.borrowed.pop(response.uid)
+        self.drawn.append((request, response))
+        self.finished.setdefault(lender, []).append(response)
+        return True
+
+    def close(self) -> None:
+        """End the wave on this rank: it neither lends nor borrows any more."""
+        self.engine = None
+
+    def clear_mail(self) -> None:
+        """Delete this rank's messages, after the last round: no rank reads any more."""
+        assert self.world.mail is not None
+        for key in self.written:
+            self.world.mail.delete_key(key)
+
+    def _waiting(self) -> list[Uid]:
+        assert self.engine is not None
+        return [uid for uid in self.engine.waiting_rows() if uid in self.own and uid not in self.lent]
+
+    def _lend(self, move: Move) -> list[Uid]:
+        """Send the last of this rank's waiting rows, and return them; some may have started since the round."""
+        uids = self._waiting()[-move.rows :]
+        self._put(self._key("lent", move.lender, move.borrower), [self.own[uid] for uid in uids])
+        self.lent |= dict.fromkeys(uids, move.borrower)
+        return uids
+
+    def _borrow(self) -> list[Request]:
+        requests = list[Request]()
+        for key in list(self.coming):
+            if has_message(self.world.mail, key):
+                del self.coming[key]
+                lender, lent = int(key.split("/")[2]), message_at(self.world.mail, key, list[Request])
+                self.borrowed |= {request.uid: (lender, request) for request in lent}
+                requests += lent
+        return requests
+
+    def _give_back(self) -> None:
+        for lender, responses in self.finished.items():
+            self._put(self._key("back", self.world.rank, lender), responses)
+        self.finished = {}
+
+    def _take_back(self) -> None:
+        for borrower in set(self.lent.values()):
+            name = f"back/{borrower}/{self.world.rank}"
+            while has_message(self.world.mail, f"{self.wave}/{name}/{self.counts[name] + 1}"):
+                responses = message_at(self.world.mail, self._key("back", borrower, self.world.rank), list[Response])
+                for response in responses:
+                    del self.lent[response.uid]
+                    self.returned[response.uid] = response
+                    self.on_returned(response)
+
+    def _forget(self) -> None:
+        """Forget rows that are not needed: those that are lent end without tokens."""
+        for uid in self.lent:
+            request = self.own[uid]
+            self.returned[uid] = EngineRow(request, request.sampling.max_tokens).finished(aborted=True)
+        self.lent, self.coming, self.finished, self.moves = {}, {}, {}, []
+
+    def _key(self, name: str, sender: int, receiver: int) -> str:
+        """Return the key of the next message between two ranks, which both count."""
+        kind = f"{name}/{sender}/{receiver}"
+        self.counts[kind] += 1
+        return f"{self.wave}/{kind}/{self.counts[kind]}"
+
+    def _put(self, key: str, value: list[Request] | list[Response]) -> None:
+        put_message(self.world.mail, key, value)
+        self.written.append(key)
