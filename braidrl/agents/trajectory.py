@@ -275,6 +275,17 @@ def trajectory_columns(
     }
 
 
+def unplayed_columns(rows: Rows, columns: Sequence[str], values: Mapping[str, Tensor]) -> dict[str, Column]:
+    """Return the columns of episodes of `rows` that have not begun, as suspended ones; `values` are those of no tokens
+    in each column that the engine returns.
+    """
+    images = rows.get("images")
+    trajectories = [Trajectory(uid, per_token=dict(values), finish_reason=FinishReason.ABORT) for uid in rows.uids()]
+    for number, (trajectory, prompt) in enumerate(zip(trajectories, rows["prompt"].tolist(), strict=True)):
+        trajectory.append(prompt, opens=True, images=() if images is None else moved(images[number], 0))
+    return trajectory_columns(trajectories, Limits(1, 1.0, 1, 1), columns, images is not None)
+
+
 def with_oldest_version(columns: Mapping[str, Column]) -> dict[str, Column]:
     """Return the columns of several policies' trajectories, with the version of each episode's oldest token in all
     namespaces; that of an episode without tokens is 0.

@@ -556,6 +556,10 @@ class Ranks:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    def members(self, rank: int) -> list[int]:
+        """Return these ranks' numbers in the world, in which this one is `rank`."""
+        return [rank] if self.group is None else sorted(dist.get_process_group_ranks(self.group))
+
     def meeting(self, purpose: str) -> AbstractContextManager[object]:
         """Return the guard of a collective: if it fails, the supervisor names the missing ranks."""
         return nullcontext() if self.supervisor is None else self.supervisor.meeting(purpose)

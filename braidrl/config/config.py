@@ -176,6 +176,11 @@ class EnvironmentConfig(SandboxConfig):
     """Seconds for all turns of a trajectory of an environment, those of the model included; after a turn that ends
     later it is counted as failed. The whole trajectory of an agent is limited by `timeout_s`.
     """
+    resume: Literal["replay", "end"] | None = None
+    """What becomes of an episode whose `rollout.tokens_per_iteration` are spent. `replay` suspends it, and plays its
+    recorded actions again in a new environment, which must answer them as before: one that does not is counted as
+    failed. `end` counts it as failed at once, for environments that cannot be played again.
+    """
     retries: int = Field(0, ge=0, le=100)
     """A trajectory that failed is played again from its start, at most this number of times, in a new environment."""
     max_turns: int = Field(16, ge=1, le=MOST_ROWS)

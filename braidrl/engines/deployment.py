@@ -164,9 +164,12 @@ class Engines:
             )
         if self.pools_ranks and not self.mode.pools_ranks:
             yield f"{self.key} needs engine processes, or runtime=distributed or hybrid; write rollout.engines=1"
-        if self.pools_ranks and plays:
-            apart = "rollout.engines=1" if kind == "vllm" else "rollout.engine=vllm"
-            yield f"{self.key}: ranks that decode together cannot run an environment; write {apart}"
+        at_once = rollout.environment.at_once
+        if self.pools_ranks and plays and at_once < ranks:
+            yield (
+                f"rollout.environment.at_once={at_once} is less than the {ranks} ranks of an engine, which play "
+                f"together; write {ranks}"
+            )
         for path in (settings_of(role, config).model for role in generating if divided):
             settings = model_settings(path)
             heads, layers = settings.get("num_attention_heads"), settings.get("num_hidden_layers", layout.pipeline)

@@ -18,8 +18,9 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -83,9 +84,7 @@ class SteppingEngine(ABC):
 
     @property
     def is_collective(self) -> bool:
-        """Return True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve
-        environments.
-        """
+        """Return True if ranks decode together: ranks without rows call `generate` and `run` too."""
         return self.group is not None
 
     @property
@@ -97,6 +96,10 @@ class SteppingEngine(ABC):
     def waiting(self) -> int:
         """Return the number of rows without a slot."""
         return len(self._waiting)
+
+    def has(self, uid: Uid | None = None) -> bool:
+        """Return True if a row, or without a name any row, has been added and has not ended."""
+        return bool(self._under_way) if uid is None else uid in self._under_way
 
     def waiting_rows(self) -> list[Uid]:
         """Return the rows without a slot, in their order."""
@@ -210,9 +213,10 @@ class SteppingEngine(ABC):
 
     def run(self, work: Callable[[ServedEngine], Coroutine[Any, Any, T]]) -> T:
         """Run `work` with exclusive use of the engine, and return its result."""
+        replica = EngineReplica(self)
         try:
             with Runner() as runner:
-                return runner.run(work(EngineReplica(self)))
+                return runner.run(in_step([replica], work(replica)) if self.is_collective else work(replica))
         finally:
             self.clear()
 
@@ -272,6 +276,9 @@ class EngineReplica:
         self._awake.set()
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
+        self._asked: list[tuple[Request, RowEnded]] = []
+        self._leaving: list[Uid] = []
+        """Rows that begin and end with the next step of ranks that decode together."""
 
     async def start(self) -> None:
         """Do nothing: the engine is ready."""
@@ -292,6 +299,10 @@ class EngineReplica:
 
     def start_rows(self, requests: Iterable[Request], ended: RowEnded) -> None:
         """Start many rows, without a task and a future for each. The engine must be awake."""
+        if self.engine.is_collective:
+            # `step_together` adds them on all ranks.
+            self._asked += ((request, ended) for request in requests)
+            return
         for request in requests:
             try:
                 if self._failure is not None:
@@ -306,10 +317,17 @@ class EngineReplica:
 
     def withdraw(self, uid: Uid) -> None:
         """Remove a row, if it has not ended, without an answer."""
+        self._asked = [(request, ended) for request, ended in self._asked if request.uid != uid]
         if self._ended.pop(uid, None) is not None:
-            self.engine.abort(uid)
+            if self.engine.is_collective:
+                self._leaving.append(uid)
+            else:
+                self.engine.abort(uid)
 
     async def abort(self, uid: Uid) -> None:
+        if self.engine.is_collective:
+            self._leaving.append(uid)
+            return
         if uid not in self._ended:
             raise KeyError(f"row {uid} is not under way")
         self._answer(self.engine.abort(uid))
@@ -336,6 +354,41 @@ class EngineReplica:
         engine = self.engine
         return Load(engine.slots, engine.in_flight, engine.waiting, engine.speculated)
 
+    def step_together(self, is_done: bool) -> tuple[bool, bool]:
+        """Add and remove the rows of all ranks that decode together, and make a step if the engine has rows.
+
+        All these ranks call this again and again. Return whether all ranks are done, and whether a step was made.
+        """
+        engine, asked, leaving = self.engine, self._asked, self._leaving
+        self._asked, self._leaving = [], []
+        # Calls for each token stay here.
+        sent = [replace(request, on_token=None) for request, _ in asked]
+        ranks = Ranks(engine.group)
+        of_ranks = ranks.all_gather("rows", (is_done, sent, leaving), tuple[bool, list[Request], list[Uid]])
+        for rank, (_, requests, _) in enumerate(of_ranks):
+            for number, request in enumerate(requests):
+                own = asked[number] if rank == ranks.rank else None
+                try:
+                    engine.add(request if own is None else own[0])
+                except UserError as error:
+                    # All ranks refuse the row alike.
+                    if own is not None:
+                        own[1](request.uid, error)
+                else:
+                    if own is not None:
+                        self._ended[request.uid] = own[1]
+        for uid in (uid for _, _, uids in of_ranks for uid in uids if engine.has(uid)):
+            self._answer_own(engine.abort(uid))
+        steps = engine.has()
+        for finished in engine.step() if steps else ():
+            self._answer_own(finished)
+        WORK.advanced()
+        return all(done for done, *_ in of_ranks), steps
+
+    def _answer_own(self, finished: Response) -> None:
+        if finished.uid in self._ended:
+            self._answer(finished)
+
     async def _drive(self) -> None:
         while self._ended:
             # All ready tasks submit first, so that their rows begin in the same step.
@@ -359,3 +412,26 @@ class EngineReplica:
 
     def _answer(self, finished: Response) -> None:
         self._ended.pop(finished.uid)(finished.uid, finished)
+
+
+async def in_step(replicas: Sequence[EngineReplica], work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` and return its result, while these engines step together with those of other ranks.
+
+    All ranks of an engine call this with the same engines in the same order; a rank whose work is done goes on until
+    that of all is.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while True:
+            # All ready tasks submit first, so that their rows begin in the same step.
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            is_done = task.done()
+            results = [replica.step_together(is_done) for replica in replicas]
+            if all(done for done, _ in results):
+                return await task
+            if not any(stepped for _, stepped in results):
+                await asyncio.sleep(IDLE_S)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

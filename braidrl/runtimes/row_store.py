@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from braidrl.agents.trajectory import response_columns
+from braidrl.agents.trajectory import response_columns, unplayed_columns
 from braidrl.data.chat import end_ids_of
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.curricula import Curriculum
@@ -112,7 +112,10 @@ class RowStore:
                     nothing = torch.empty(0, dtype=torch.int64)
                     empty = [Response(uid, nothing, FinishReason.ABORT, values) for uid in rows.uids()]
                     reflections = torch.zeros(len(rows), dtype=torch.int64)
-                    rows = rows.with_columns({**response_columns(rows, empty, names), "reflections": reflections})
+                    columns = response_columns(rows, empty, names)
+                    if any("environment" in stage.params for stage in stages):
+                        columns = unplayed_columns(rows, names, values)
+                    rows = rows.with_columns({**columns, "reflections": reflections})
                 return join_texts(rows, self.texts, samples) if self.texts else rows
             case HeldOut(name, prompts):
                 settings = self.config.evaluation

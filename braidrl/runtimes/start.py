@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from braidrl.agents.environments import AGENTS
 from braidrl.cluster.child import at_end
 from braidrl.cluster.devices import device_count, own_devices
 from braidrl.cluster.local import ENGINES, copy_as_fork_server
@@ -12,10 +13,12 @@ from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.curricula import check_curriculum, curriculum_of, units_of
 from braidrl.data.loader import PromptLoader
+from braidrl.data.token_columns import returned_columns
 from braidrl.engines.deployment import MODES, Deployment, Engines
 from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.flow.selecting import GroupSelector
+from braidrl.flow.signatures import columns_of
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.controller import SerialController
@@ -104,12 +107,25 @@ def check_runtime(deployment: Deployment, generates: bool, trains: bool, planned
     if rollout.tokens_per_iteration is not None:
         given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
         generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
-        if len(generating) != 1 or {"into", "environment"} & generating[0].params.keys():
+        if len(generating) != 1 or {"into", "policies"} & generating[0].params.keys():
             raise UserError(
                 f"{given} suspends the one response of a row, and flow {flow.name} generates none, several, one with "
-                "a name (`into`) or "
-                "in an environment, which cannot pause; remove it"
+                "a name (`into`) or several `policies`; remove it"
             )
+        played, environment = str(generating[0].params.get("environment", "")), rollout.environment
+        if played.startswith(AGENTS):
+            raise UserError(f"{given} suspends episodes, and the loop of {played} cannot be played again; remove it")
+        if played and environment.resume is None:
+            raise UserError(
+                f"{given} suspends episodes; write rollout.environment.resume=replay if {played} answers the same "
+                "actions always alike, else end"
+            )
+        if played and rollout.repeated_tokens is not None:
+            raise UserError("rollout.repeated_tokens ends suspended responses, and these are episodes; remove it")
+        columns = returned_columns(columns_of(generating[0]))
+        aligned = [column.name for column in columns if column.alignment == "tokens"]
+        if played and aligned:
+            raise UserError(f"{given} suspends episodes, which cannot resume {aligned[0]}; remove it")
         if trainer.max_staleness < 1 or trainer.surplus != "keep":
             raise UserError(f"{given} resumes responses later; write trainer.max_staleness=1 and trainer.surplus=keep")
     devices = device_count(config.device)

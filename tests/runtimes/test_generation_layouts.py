@@ -17,6 +17,7 @@ from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import train
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.runtimes.spmd.ranks import run_in_ranks
+from tests.runtimes.turns import PLAYED
 from tests.tiny import MODELS, TOKENIZER, Workshop
 
 FEW: dict[str, Any] = merged(
@@ -48,7 +49,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_generation_layout_equals_single_process(workshop: Workshop, wide: Path) -> None:
     workshop.model = wide
     ranks = {"runtime": "distributed", "workers": 2}
-    run_in_ranks([workshop.tree(name, **merged(GRPO, own), **ranks) for name, own in ON_2.items()], 2)
+    trees = [workshop.tree(name, **merged(GRPO, own), **ranks) for name, own in ON_2.items()]
+    # Episodes on the engine of both ranks, one of which has fewer of them.
+    played = merged(
+        GRPO, {"trainer": {"prompts_per_step": 3, "rows_per_update": 6}, "rollout": {"environment": PLAYED}}
+    )
+    trees.append(workshop.tree("played", **merged(played, ON_2["interval"]), **ranks))
+    run_in_ranks(trees, 2)
+    assert_same(trace(workshop.folder / "played"), trace(workshop.run("played-alone", **played)))
     alone = trace(workshop.run("alone", **GRPO))
     for name in ON_2:
         assert_same(trace(workshop.folder / name), alone)

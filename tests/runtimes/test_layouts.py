@@ -120,8 +120,8 @@ def test_joint_decoding_selects_the_rows_of_a_single_process(workshop: Workshop)
         ),
         ({"workers": 3, "rollout": {"tensor": 2}}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
         (
-            {"rollout": {"tensor": 2, "environment": "gem:rg:basic_arithmetic"}},
-            "rollout.tensor=2: ranks that decode together cannot run an environment",
+            {"rollout": {"tensor": 2, "environment": {"name": "gem:rg:basic_arithmetic", "at_once": 1}}},
+            "rollout.environment.at_once=1 .* 2 ranks of an engine, .*; write 2",
         ),
         ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 shards the embedded engine over ranks"),
         (

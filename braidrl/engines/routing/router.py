@@ -27,7 +27,7 @@ from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError, Load, ServedEngine, Speculated, T, check_idle
 from braidrl.engines.requests import Changes, EngineRow, Request, Response, joined, remaining_request
 from braidrl.engines.routing.dispatch import Dispatcher
-from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine, answering
+from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine, answering, in_step
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.publisher import WeightSource
@@ -526,8 +526,11 @@ def run_together(engines: Mapping[str, RoleEngine], work: Callable[[ServedEngine
         return first.run(lambda _: work(PolicyEngines(services)))
     stepping = {role: engine for role, engine in engines.items() if isinstance(engine, SteppingEngine)}
     try:
+        replicas = {role: EngineReplica(one) for role, one in stepping.items()}
+        played = work(PolicyEngines(replicas))
+        collective = any(engine.is_collective for engine in stepping.values())
         with Runner() as runner:
-            return runner.run(work(PolicyEngines({role: EngineReplica(one) for role, one in stepping.items()})))
+            return runner.run(in_step(list(replicas.values()), played) if collective else played)
     finally:
         for engine in stepping.values():
             engine.clear()

@@ -24,6 +24,7 @@ import torch
 from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
+from braidrl.agents.resuming import Recorded, ResumingEpisodes
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.spans import EpisodeSpans
 from braidrl.agents.trajectory import (
@@ -36,6 +37,7 @@ from braidrl.agents.trajectory import (
 from braidrl.agents.turns import EnvironmentFailed, TurnTemplate
 from braidrl.algorithms.policy_metrics import reflection_counts, repeats_itself
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.world import Ranks
 from braidrl.config import Config
 from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
@@ -59,6 +61,7 @@ from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.layouts import DataParallel
+from braidrl.training.role_settings import settings_of
 from braidrl.weights.publisher import Publisher, TransferVolume
 
 TO_THE_END = "to_the_end"
@@ -85,6 +88,22 @@ class WeightMoves:
         if self.trace is not None:
             end = self.trace.now()
             self.trace.record(Span(self.trace.worker, role, "weights", self.version + 1, end - moved.seconds, end))
+
+
+def recorded_episodes(stage: Stage, rows: Rows, config: Config, version: int) -> dict[Uid, Recorded]:
+    """Return what the episodes of rows have drawn before; a row too stale for the next batch has no budget."""
+    names = [column.name for column in returned_columns(columns_of(stage))]
+    found = dict[Uid, Recorded]()
+    for i, uid in enumerate(rows.uids()):
+        tokens, mask, lengths = rows["tokens"][i], rows["action_mask"][i], rows["sequence_lengths"][i]
+        per_token = {name: rows[name][i] for name in names}
+        versions = per_token[VERSIONS]
+        age = version - int(versions.min()) if len(versions) else 0
+        ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
+        budget = None if ends else config.rollout.tokens_per_iteration
+        sequence = tokens[len(tokens) - int(lengths[-1]) :]
+        found[uid] = Recorded(tokens[mask.bool()], per_token, sequence, budget)
+    return found
 
 
 class PartialResponses:
@@ -266,15 +285,13 @@ class Generation:
         """
         engines = {role: self.engines[role] for role in policies_of(stage)}
         engine = engines[str(stage.role)]
-        if not len(rows):
+        if not len(rows) and not any(each.is_collective for each in engines.values()):
             return {}
-        if engine.is_collective:
-            raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
         with self.progress.stage(stage.name, len(rows)) as bar:
             if stop is not None:
                 stop.bar = bar
-                stop.wait_for_turn(self.config.rollout.environment.at_once)
+                stop.wait_for_turn(self.config.rollout.environment.at_once, Ranks(engine.group))
 
             def finished(ended: Trajectory) -> None:
                 drawn = sum(each.action_tokens for each in ended.every)
@@ -283,11 +300,15 @@ class Generation:
                     stop.count(drawn)
 
             start = time.perf_counter()
-            played = run_together(engines, lambda running: self.played(running, stage, rows, limits, finished))
+            played = run_together(
+                engines, lambda running: self.played(running, stage, rows, limits, finished, self.moves.version)
+            )
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             self.usage.speculated(stage, engine.speculated, sums)
             if stop is not None:
                 stop.close()
+            if not len(rows):
+                return {}
             return self.trajectory_columns(stage, played, limits, sums)
 
     async def played(
@@ -297,10 +318,18 @@ class Generation:
         rows: Rows,
         limits: Limits,
         finished: Callable[[Trajectory], None] = lambda trajectory: None,
+        version: int = 0,
     ) -> list[Trajectory]:
         """Return a trajectory for each row, played on a running engine; `finished` is called with each one that
-        ends.
+        ends. In partial rollout weights of `version` continue episodes.
         """
+        if not len(rows):
+            return []
+        if self.config.rollout.tokens_per_iteration is not None and VERSIONS in rows:
+            recorded = recorded_episodes(stage, rows, self.config, version)
+            end_ids = end_ids_of(settings_of(str(stage.role), self.config).model.expanduser(), self.tokenizer)
+            suspends = self.config.rollout.environment.resume == "replay"
+            running = ResumingEpisodes(running, recorded, self.tokenizer, end_ids, limits.max_sequence_tokens, suspends)
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate.of(self.tokenizer, self.config.data, self.vision)
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
@@ -369,11 +398,15 @@ class Generation:
         """Return the columns that a generate stage writes; turns and failures are counted, and the first failure of
         each kind is shown.
         """
-        sums.add("environment/turns", sum(each.turns for one in played for each in one.every), len(played))
+        # A suspended episode counts when it has ended.
+        ended = [one for one in played if one.finish_reason is not FinishReason.ABORT]
+        if ended:
+            sums.add("environment/turns", sum(each.turns for one in ended for each in one.every), len(ended))
         failures = Counter(one.failure for one in played if one.failure is not None)
         if again := sum(one.attempt for one in played):
             sums.add("environment/played_again", again)
-        sums.add("environment/failed_fraction", sum(failures.values()), len(played))
+        if ended:
+            sums.add("environment/failed_fraction", sum(failures.values()), len(ended))
         for reason, count in failures.items():
             first = next(one for one in played if one.failure == reason)
             words = (

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from braidrl.cluster.process_groups import has_message, message_at, put_message
 from braidrl.cluster.world import Ranks, World
 from braidrl.data.rows import Uid
@@ -92,6 +94,11 @@ class Loans:
         self.written: list[str] = []
         self._next = 0.0
 
+    @property
+    def mail(self) -> dist.Store:
+        assert self.world.mail is not None, "ranks of a world meet at a store"
+        return self.world.mail
+
     def open(self, engine: RoleEngine, requests: Iterable[Request], on_returned: Callable[[Response], None]) -> None:
         """Begin to lend waiting rows of `requests`, which come back through `on_returned`, and to borrow."""
         self.engine, self.on_returned = engine, on_returned
@@ -157,9 +164,8 @@ class Loans:
 
     def clear_mail(self) -> None:
         """Delete this rank's messages, after the last round: no rank reads any more."""
-        assert self.world.mail is not None
         for key in self.written:
-            self.world.mail.delete_key(key)
+            self.mail.delete_key(key)
 
     def _waiting(self) -> list[Uid]:
         assert self.engine is not None
@@ -175,9 +181,9 @@ class Loans:
     def _borrow(self) -> list[Request]:
         requests = list[Request]()
         for key in list(self.coming):
-            if has_message(self.world.mail, key):
+            if has_message(self.mail, key):
                 del self.coming[key]
-                lender, lent = int(key.split("/")[2]), message_at(self.world.mail, key, list[Request])
+                lender, lent = int(key.split("/")[2]), message_at(self.mail, key, list[Request])
                 self.borrowed |= {request.uid: (lender, request) for request in lent}
                 requests += lent
         return requests
@@ -190,8 +196,8 @@ class Loans:
     def _take_back(self) -> None:
         for borrower in set(self.lent.values()):
             name = f"back/{borrower}/{self.world.rank}"
-            while has_message(self.world.mail, f"{self.wave}/{name}/{self.counts[name] + 1}"):
-                responses = message_at(self.world.mail, self._key("back", borrower, self.world.rank), list[Response])
+            while has_message(self.mail, f"{self.wave}/{name}/{self.counts[name] + 1}"):
+                responses = message_at(self.mail, self._key("back", borrower, self.world.rank), list[Response])
                 for response in responses:
                     del self.lent[response.uid]
                     self.returned[response.uid] = response
@@ -211,5 +217,5 @@ class Loans:
         return f"{self.wave}/{kind}/{self.counts[kind]}"
 
     def _put(self, key: str, value: list[Request] | list[Response]) -> None:
-        put_message(self.world.mail, key, value)
+        put_message(self.mail, key, value)
         self.written.append(key)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from braidrl.agents.trajectory import response_columns
 from braidrl.cluster.process_groups import has_message, message_at, put_message
-from braidrl.cluster.world import NOTHING_LEFT, Rounds, RoundTotals, World
+from braidrl.cluster.world import NOTHING_LEFT, Ranks, Rounds, RoundTotals, World
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Column, Rows, Uid
 from braidrl.engines.requests import Changes, Response
@@ -38,6 +38,7 @@ from braidrl.observe.stalls import WORK
 from braidrl.rewards.verify import Pending, RuleRewards, Scores
 from braidrl.runtimes.generating.loans import Loans
 
+ONE_RANK = Ranks()
 VERIFY_CHUNK = 8
 """Batch size of finished rows for the reward processes during generation."""
 
@@ -202,11 +203,15 @@ class EarlyStop:
         self.is_over = self.is_over or is_enough
         return [uid for group in sorted(self.left) for uid in sorted(self.left[group])] if is_enough else []
 
-    def wait_for_turn(self, at_once: int) -> None:
-        """Wait until all ranks have left whose turn is before this rank's; `at_once` ranks have the same turn."""
+    def wait_for_turn(self, at_once: int, decoding: Ranks = ONE_RANK) -> None:
+        """Wait until all ranks have left whose turn is before this rank's; `at_once` ranks have the same turn.
+
+        Ranks that are `decoding` together have the turn of the first of them.
+        """
         if self.rounds is None or self.rounds.world.size <= at_once:
             return
-        self.turn = self.rounds.world.rank // at_once
+        together = min(decoding.size, at_once)
+        self.turn = decoding.members(self.rounds.world.rank)[0] // (at_once // together * together)
         least = -1
         while least < self.turn:
             totals = self.rounds.wait(*self._numbers())

@@ -26,6 +26,7 @@ from braidrl.observe.metrics import Sums
 
 Numbers = NDArray[np.int64]
 RESPONSE = ("tokens", "finish_reason", "prompt_length")
+EPISODE = ("action_mask", "sequence_lengths")
 READ = Stage("read", "read", None, kind=Kind.COMPUTE)
 """Stage name of rows that are read."""
 
@@ -228,7 +229,8 @@ class Handle:
 def columns_read(stage: Stage) -> frozenset[str]:
     """Return every column that a stage may read."""
     if stage.kind is Kind.GENERATE:
-        # Responses of an earlier iteration may resume.
+        # Responses and episodes of an earlier iteration may resume.
         returned = [column.name for column in returned_columns(columns_of(stage))]
-        return frozenset((*stage.reads, *stage.optional, *RESPONSE, *returned))
+        episode = EPISODE if "environment" in stage.params else ()
+        return frozenset((*stage.reads, *stage.optional, *RESPONSE, *episode, *returned))
     return frozenset((*stage.reads, *stage.optional, *sum(stage.one_of, ())))

@@ -13,6 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
 from braidrl.queue.calls import Lost, Stop
 from braidrl.queue.client import Client, WorkItem, write_columns
-from braidrl.runtimes.generating.generation import PartialResponses, limits_of, requests_of
+from braidrl.runtimes.generating.generation import TO_THE_END, PartialResponses, limits_of, requests_of
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.work import Ended, LeasedRows, Loaded, LoadWeights, Receive, TakeWork, Weights
 from braidrl.runtimes.streaming.worker import WorkerContext
@@ -155,7 +156,12 @@ class GenerateLoop:
             for number, key in enumerate(keys):
                 if key in undrawn:
                     continue
-                played = self.generation.played(self.running, stage, rows.take([number]), self.limits)
+                row = stage
+                if key[1] in leased.to_the_end:
+                    row = replace(stage, params={**stage.params, TO_THE_END: True})
+                played = self.generation.played(
+                    self.running, row, rows.take([number]), self.limits, version=self.version
+                )
                 self.episodes[key] = asyncio.create_task(played)
                 self.episodes[key].add_done_callback(partial(self._episode_ended, key))
         else:
@@ -218,7 +224,7 @@ class GenerateLoop:
             if isinstance(result, BaseException):
                 raise result
             response = result[0] if isinstance(result, tuple) else result
-            is_suspended = isinstance(response, Response) and response.finish_reason is FinishReason.ABORT
+            is_suspended = response is not None and response.finish_reason is FinishReason.ABORT
             alike[lease.consumer, is_suspended].append(key)
             lease.ended += 1
         if len(self.flight) >= self.own.load().slots:

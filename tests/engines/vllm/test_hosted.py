@@ -20,6 +20,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
 from tests.engines.vllm.hosted_runs import ENVIRONMENT, hosted, vllm_interpreter, write_wide_model
 from tests.invariants.traces import merged
+from tests.runtimes.turns import PLAYED
 from tests.tiny import ROOT, Workshop, metrics_without_times, recorded, weights_of
 
 # Each rank starts vLLM, on a busy machine for minutes.
@@ -81,6 +82,13 @@ def test_vllm_in_place_trains_the_embedded_engines_run(wide: Workshop) -> None:
     assert_equal_runs(wide.folder / "halves", wide.run("alone", **GRPO))
     # Each rank has all of the matrices of which it generates with half.
     assert read_metrics(wide.folder / "halves")[0].get("weights/actor/received") is None
+
+
+@pytest.mark.soak
+def test_vllm_of_two_ranks_plays_the_embedded_engines_episodes(wide: Workshop) -> None:
+    played = {"rollout": {"environment": PLAYED}, "trainer": {"prompts_per_step": 3, "rows_per_update": 6}}
+    run_in_place(wide, {"played": merged(BY_TENSOR, played)})
+    assert_equal_runs(wide.folder / "played", wide.run("played-alone", **merged(GRPO, played)))
 
 
 @pytest.mark.soak

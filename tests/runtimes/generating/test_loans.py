@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -94,3 +95,18 @@ def test_waiting_rows_of_loaded_rank_are_drawn_by_free_ranks(monkeypatch: pytest
     dealt, before = played(shares, lends=False)
     assert tokens == dealt
     assert before == [90, 6, 0] and max(steps) < 60, f"{before} steps, now {steps}"
+
+
+@pytest.mark.soak
+def test_skewed_load_comes_near_the_ideal_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt in eight has responses ten times as long; 8 ranks have 16 prompts of 8 samples each, and 16 slots."""
+    monkeypatch.setattr(world, "ROUND_EVERY_S", 0.005)
+    chance = random.Random(1)
+    long = set(chance.sample(range(128), 16))
+    rows = [request(row, 80 if row // 8 in long else 8) for row in range(1024)]
+    shares = [rows[128 * rank : 128 * (rank + 1)] for rank in range(8)]
+    dealt, before = played(shares, lends=False)
+    tokens, steps = played(shares)
+    ideal = sum(len(row) for row in tokens.values()) / 128
+    print(f"steps of each rank as dealt: {before}; with loans: {steps}; ideal: {ideal:.0f}")
+    assert tokens == dealt and max(steps) < 0.75 * max(before)

@@ -21,6 +21,7 @@ from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import assert_same, merged, trace
 from tests.runtimes.streaming.test_program import kill_when_it_holds_rows
+from tests.runtimes.turns import PLAYED
 from tests.tiny import Workshop, metrics_agree, recorded, sums, write_jsonl, write_model
 
 STEPS = 5
@@ -123,6 +124,47 @@ def test_suspension_with_constant_weights_equals_whole_responses(workshop: Works
     common = whole.keys() & parts.keys()
     assert len(common) > STEPS * 6
     assert {uid: parts[uid] for uid in common} == {uid: whole[uid] for uid in common}
+
+
+EPISODES: dict[str, Any] = merged(
+    SECTIONS,
+    {
+        "trainer": {"learning_rate": 1e-30, "steps": 3},
+        "rollout": {
+            "max_response_tokens": 8,
+            "tokens_per_iteration": 5,
+            "environment": {"name": PLAYED, "resume": "replay"},
+        },
+    },
+)
+
+
+def test_suspended_episodes_with_constant_weights_equal_whole_ones(workshop: Workshop) -> None:
+    whole = workshop.run("whole-episodes", **merged(EPISODES, {"rollout": {"tokens_per_iteration": 99}}))
+    first = workshop.run("episodes", **merged(EPISODES, {"trainer": {"steps": 1}}))
+    config = run_config(first)
+    trainer = config.trainer.model_copy(update={"steps": 3})
+    with TrainingRun(config.model_copy(update={"trainer": trainer}), resume=first) as run:
+        run.train()
+    found, expected = responses(first, 3), responses(whole, 3)
+    common = found.keys() & expected.keys()
+    assert len(common) > 20 and {uid: found[uid] for uid in common} == {uid: expected[uid] for uid in common}
+    rows = recorded(first, 3)
+    assert any(len(versions.unique()) > 1 for versions in rows["rollout_versions"].unbind())
+    assert not any("environment/failures/replay" in line for line in read_metrics(first))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("runtime", ["distributed", "hybrid", "streaming"])
+def test_every_runtime_suspends_episodes(workshop: Workshop, request: pytest.FixtureRequest, runtime: str) -> None:
+    if runtime == "hybrid":
+        request.getfixturevalue("warm_cluster")
+    alone = workshop.run(f"{runtime}-alone", **EPISODES)
+    run = workshop.run(f"{runtime}-episodes", runtime=runtime, workers=2, **EPISODES)
+    found, expected = responses(run, 3), responses(alone, 3)
+    common = found.keys() & expected.keys()
+    assert len(common) > 20 and {uid: found[uid] for uid in common} == {uid: expected[uid] for uid in common}
+    assert max(len(v.unique()) for step in (1, 2, 3) for v in recorded(run, step)["rollout_versions"].unbind()) > 1
 
 
 @pytest.mark.parametrize("runtime", ["distributed", "hybrid"])
@@ -228,7 +270,7 @@ def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop)
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"environment": "module:World"}}, "in an environment, which cannot pause; remove it"),
+        ({"rollout": {"environment": "module:World"}}, "write rollout.environment.resume=replay"),
         ({"trainer": {"surplus": "drop"}}, "write trainer.max_staleness=1 and trainer.surplus=keep"),
         ({"flow": "remax"}, "flow remax generates none, several"),
         (
