@@ -109,4 +109,5 @@ def test_skewed_load_comes_near_the_ideal_balance(monkeypatch: pytest.MonkeyPatc
     tokens, steps = played(shares)
     ideal = sum(len(row) for row in tokens.values()) / 128
     print(f"steps of each rank as dealt: {before}; with loans: {steps}; ideal: {ideal:.0f}")
-    assert tokens == dealt and max(steps) < 0.75 * max(before)
+    # A rank that takes a row whenever a slot is free ends at most one longest row after the ideal (Graham, 1969).
+    assert tokens == dealt and max(steps) < ideal + 1.2 * 80 < max(before)
