@@ -8,6 +8,7 @@ The main process writes memberships to the store, and knows each leader by the m
 of its state keeps its models; another one makes them anew for the present number of ranks.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -62,11 +63,14 @@ class Rank:
 
     def _meet(self, error: LostPeers | None) -> None:
         """Join the present ranks."""
+        start = time.time()
         if not self.has_replicas:
             self._unload(error)
         self.world.regroup(error)
         if self.context is None:
             self._load()
+        assert self.state is not None
+        self.state.changed_at = start
 
     def _loop(self) -> StageLoop:
         """Return the work as one of the present ranks; the first one registers at the queue."""

@@ -26,7 +26,7 @@ from braidrl.data.rows import Rows, tokens_of
 from braidrl.errors import LostPeers, UserError, first_line
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.stalls import WORK
-from braidrl.observe.trace import WorkerTrace
+from braidrl.observe.trace import Span, WorkerTrace
 from braidrl.queue.calls import GiveBack, Stop
 from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled, write_columns
 from braidrl.queue.table import Positions, StoredMessage, StoredRows
@@ -95,6 +95,8 @@ class TrainerState:
         self.replica = Replica(world)
         self.is_new = False
         """True in a process that has come to the others, until it has their state."""
+        self.changed_at: float | None = None
+        """The time at which the ranks began to meet anew, until they have gone back."""
 
     def keep(self, version: int) -> None:
         """Copy what the training after a version is going to change, before it begins."""
@@ -321,6 +323,9 @@ class StageLoop:
                     self.world.gather("weights are there", b"")
             case GoBack(version, export):
                 self.state.go_back(version)
+                if (start := self.state.changed_at) is not None:
+                    trace, ranks = self.context.trace, f"{self.world.size} ranks"
+                    trace.record(Span(trace.worker, "ranks", ranks, version + 1, start, time.time()))
                 if export:
                     self._begin_export(version)
             case Save(folder, copy=True):
