@@ -297,6 +297,8 @@ class Processes:
             # In this order: a leader that is refused looks for the next membership.
             ranks.change(gone, came)
             self.control.fail(before, died=False)
+            for member in processes:
+                member.started = time.monotonic()  # the leader has to register once more
 
     def workers_of(self, group: str) -> dict[int, list[Member]]:
         """Return the processes of each worker of a group, by the worker's number."""
