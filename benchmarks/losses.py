@@ -74,7 +74,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="losses-"))
     shop = Workshop(folder, write_model(folder / "model"), write_jsonl(folder / "train.jsonl", sums(24)))
     head = {"benchmark": "losses", "date": datetime.date.today().isoformat(), "ranks": RANKS, "cores": os.cpu_count()}
-    result: dict[str, Any] = head | {"ways": {}}
+    known = json.loads(RESULT.read_text())["ways"] if RESULT.exists() else {}
+    result: dict[str, Any] = head | {"ways": known}
     print(f"| runtime | way back | seconds, median of {options.times} | least | largest | an undisturbed step |")
     print("|---|---|---|---|---|---|")
     for runtime in options.runtimes:
