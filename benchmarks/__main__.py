@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "grpo_smollm2": speed.grpo_smollm2,
     "models": speed.models,
     "moe": mixtures.moe,
+    "vision": speed.vision,
     "shared_prompt": speed.shared_prompt,
     "memory": speed.memory,
     "packing": packing.packing,
@@ -56,9 +57,11 @@ def main() -> None:
 
 def run(name: str, threads: int, rounds: int | None) -> None:
     """Run one benchmark. Results are written after each case, so that a long benchmark can be interrupted."""
-    head = {"benchmark": name, "date": datetime.date.today().isoformat(), **measured_machine(threads)}
+    cases_of = BENCHMARKS[name]()
+    machine = measured_machine(threads, any(case.needs_rates for case in cases_of))
+    head = {"benchmark": name, "date": datetime.date.today().isoformat(), **machine}
     cases: list[dict[str, Any]] = []
-    for case in BENCHMARKS[name]():
+    for case in cases_of:
         load, turns, count = os.getloadavg()[0], rounds or case.rounds, case.threads or threads
         if case.at_once:
             found = duel(case.sides, turns, count)
@@ -85,9 +88,12 @@ def kind(machine: Mapping[str, Any]) -> str:
     return "-".join([*words, str(machine["family"]), *machine["vector_units"][-1:]])
 
 
-def measured_machine(threads: int) -> dict[str, Any]:
-    """Return the machine's description and rates, measured by a process with as many threads as the sides have."""
-    done = start(OURS, "benchmarks.machine", str(threads), threads=threads, stdout=subprocess.PIPE, text=True)
+def measured_machine(threads: int, rates: bool) -> dict[str, Any]:
+    """Return the machine's description and, where asked for, its rates, measured by a process with as many threads as
+    the sides have.
+    """
+    asked = [str(threads), *(["rates"] if rates else [])]
+    done = start(OURS, "benchmarks.machine", *asked, threads=threads, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

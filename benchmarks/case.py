@@ -29,6 +29,11 @@ class Case(ABC):
     """Defaults to the number of cores."""
     at_once: bool = True
 
+    @property
+    def needs_rates(self) -> bool:
+        """Return whether the summary reads the machine's rates."""
+        return False
+
     @abstractmethod
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
         """Return what is written to the results file."""

@@ -10,6 +10,7 @@ from benchmarks.case import Case, Found, Rates
 
 COLUMNS = [
     ("tokens_per_second", "tokens/s", ".0f"),
+    ("images_per_second", "images/s", ".1f"),
     ("tokens_per_cpu_second", "per CPU s", ".0f"),
     ("seconds", "seconds", ".2f"),
     ("fraction_of_floor", "of floor", ".0%"),
@@ -26,6 +27,10 @@ class Comparison(Case):
     """Returns the least possible seconds for a dtype, from the machine's rates."""
     measure: str = "tokens_per_second"
     """Name of the compared number. For `peak_mebibytes` less is better, for all others more."""
+
+    @property
+    def needs_rates(self) -> bool:
+        return self.floor is not None
 
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
         sides = {name: dict(numbers) for name, numbers in found.items()}

@@ -107,5 +107,7 @@ def medians(turns: list[dict[str, float]]) -> dict[str, float]:
     found = {name: median(turn[name] for turn in turns) for name in turns[0]}
     if "tokens" in found:
         found["tokens_per_second"] = median(turn["tokens"] / turn["seconds"] for turn in turns)
+        if "images" in found:
+            found["images_per_second"] = median(turn["images"] / turn["seconds"] for turn in turns)
         found["tokens_per_cpu_second"] = median(turn["tokens"] / turn["cpu_seconds"] for turn in turns)
     return found

@@ -76,4 +76,5 @@ if __name__ == "__main__":
     import sys
 
     count = int(sys.argv[1])
-    print(json.dumps({"machine": describe(count), "rates": measure(count)}))
+    # A processor without units for bfloat16 takes minutes.
+    print(json.dumps({"machine": describe(count), "rates": measure(count) if "rates" in sys.argv else {}}))

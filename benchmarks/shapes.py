@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +11,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 MODELS = Path("build/bench-models")
 END = 0
@@ -142,6 +149,47 @@ def family_folder(name: str, vocabulary: int) -> Path:
             ),
         )
     return folder
+
+
+SIDE, PATCH, MERGE = 224, 14, 2
+"""Width and height of an image in pixels, of a patch, and the patches along each side of an image's token."""
+IMAGE_TOKENS = (SIDE // PATCH // MERGE) ** 2
+
+
+def vision_folder() -> Path:
+    """Return a Qwen2.5-VL with random weights whose text part is as large as `Shape`, with tokenizer and image
+    processor; made once.
+    """
+    folder = MODELS / "qwen2_5_vl"
+    if (folder / "preprocessor_config.json").is_file():
+        return folder
+    drawing = drawings()
+    drawing.write_model(folder, 0, layers=4, width=256, family="qwen2_5_vl", head=64)
+    config = AutoConfig.from_pretrained(folder)
+    config.vision_config.update(
+        {"depth": 4, "hidden_size": 128, "num_heads": 4, "intermediate_size": 384, "fullatt_block_indexes": [1, 3]}
+    )
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}
+    drawing.Qwen2VLImageProcessorPil(size=size, patch_size=PATCH).save_pretrained(folder)
+    return folder
+
+
+def vision_data(count: int) -> Path:
+    """Return questions of equal length, each about a drawing of its own; made once."""
+    file = MODELS / "drawings" / f"{count}.jsonl"
+    if not file.is_file():
+        drawings().write_data(file.parent, count, 0, str(count), kinds=("count",))
+    return file
+
+
+def drawings() -> Any:
+    """Import the example of drawings, whose task and tokenizer the benchmark of models that see takes."""
+    spec = importlib.util.spec_from_file_location("drawings", "examples/vision/shapes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_model(folder: Path, config: Any) -> None:

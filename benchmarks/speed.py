@@ -12,6 +12,7 @@ from benchmarks.comparison import Comparison
 from benchmarks.duel import Side
 from benchmarks.shapes import (
     FAMILIES,
+    IMAGE_TOKENS,
     MODELS,
     Shape,
     equal_lengths,
@@ -19,11 +20,15 @@ from benchmarks.shapes import (
     long_tail,
     model_folder,
     prompts,
+    vision_data,
+    vision_folder,
     write_prompts,
 )
 
 GROUP = 8
 PROMPT = 16
+VISION_PROMPT = IMAGE_TOKENS + 11
+"""Tokens of a question about a drawing, with the marks of its message."""
 
 
 def decode() -> list[Case]:
@@ -145,6 +150,33 @@ def models() -> list[Case]:
             title = f"{'decoding' if what == 'decode' else 'GRPO step'}, {name}, 64 rows of up to {max(lengths)} tokens"
             found.append(Comparison(title, sides, goals=[("braid", peer, goal)]))
     return found
+
+
+def vision() -> list[Case]:
+    """Return a GRPO step of a small Qwen2.5-VL beside TRL's, with the vision tower trained and frozen: 64 rows in
+    groups of 8, each group about an image of its own.
+    """
+    cases: list[Case] = []
+    for trained in (True, False):
+        case = {
+            "model": str(vision_folder()),
+            "lengths": equal_lengths(64, 64),
+            "group": GROUP,
+            "data": str(vision_data(512)),
+            "prompt_tokens": VISION_PROMPT,
+            "images": 64,
+            "dtype": "float32",
+            "train_vision": trained,
+            "settings": {
+                "trainer": {"train_vision": trained},
+                "data": {"images": {"folder": str(MODELS / "drawings" / "store")}},
+            },
+        }
+        sides = [Side(name, f"grpo_{name}", case) for name in ("braid", "trl")]
+        tower = "trained" if trained else "frozen"
+        name = f"GRPO step, Qwen2.5-VL, 64 rows with images of {IMAGE_TOKENS} tokens, tower {tower}"
+        cases.append(Comparison(name, sides, goals=[("braid", "trl", 2.0)]))
+    return cases
 
 
 def shared_prompt() -> list[Case]:

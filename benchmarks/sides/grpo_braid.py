@@ -41,13 +41,14 @@ def prepare(case: Mapping[str, Any]) -> Turn:
         tree[section] = {**tree.get(section, {}), **settings}
     run = TrainingRun(parse_config(tree))
     assert isinstance(run.backend, RankBackend)
-    force_lengths(run.backend.executor.engines["actor"], lengths, group)
+    force_lengths(run.backend.executor.engines["actor"], lengths, group, case["prompt_tokens"])
+    images = {"images": case["images"]} if "images" in case else {}
 
     def turn() -> dict[str, float]:
         run._one_step(run._snapshot())
         found = read_metrics(run.folder)[-1]
         stages = {name: value for name, value in found.items() if name.startswith("time/")}
-        return {"tokens": total_tokens(case), "peak_mebibytes": peak_mebibytes(), **stages}
+        return {"tokens": total_tokens(case), **images, "peak_mebibytes": peak_mebibytes(), **stages}
 
     turn()
     return turn
@@ -58,12 +59,13 @@ def total_tokens(case: Mapping[str, Any]) -> int:
     return case["prompt_tokens"] * len(case["lengths"]) + sum(case["lengths"])
 
 
-def force_lengths(engine: Any, lengths: list[int], group: int) -> None:
-    """Give each row as many tokens as its counterpart on the other side has."""
+def force_lengths(engine: Any, lengths: list[int], group: int, prompt: int) -> None:
+    """Give each row as many tokens as its counterpart on the other side has; check its prompt's tokens."""
     add = engine.add
 
     def add_with_length(request: Request) -> None:
         _, number, sample = request.uid
+        assert len(request.prompt) == prompt, len(request.prompt)
         count = lengths[(number * group + sample) % len(lengths)]
         add(replace(request, sampling=replace(request.sampling, max_tokens=count, ends=False)))
 

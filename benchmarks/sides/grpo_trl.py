@@ -7,11 +7,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image
 from transformers import AutoTokenizer, LogitsProcessor, TrainerCallback
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.shapes import END
@@ -36,12 +39,12 @@ class Lengths(LogitsProcessor):
 class Turns(TrainerCallback):
     """Ends a turn with each optimizer step and waits for the next; the first step warms up."""
 
-    def __init__(self, channel: Channel, tokens: int) -> None:
-        self.channel, self.tokens, self.steps = channel, tokens, 0
+    def __init__(self, channel: Channel, counts: Mapping[str, int]) -> None:
+        self.channel, self.counts, self.steps = channel, counts, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if self.steps:
-            self.channel.report({"tokens": self.tokens, "peak_mebibytes": peak_mebibytes()})
+            self.channel.report({**self.counts, "peak_mebibytes": peak_mebibytes()})
         else:
             self.channel.send({"ready": True})
         self.steps += 1
@@ -53,7 +56,8 @@ class Turns(TrainerCallback):
 def run(case: Mapping[str, Any], channel: Channel) -> None:
     torch.set_num_threads(case["threads"])
     lengths, group, bf16 = case["lengths"], case["group"], case["dtype"] == "bfloat16"
-    texts = [json.loads(line)["prompt"] for line in Path(case["data"]).read_text().splitlines()]
+    counts = {"tokens": case["prompt_tokens"] * len(lengths) + sum(lengths)}
+    counts |= {"images": case["images"]} if "images" in case else {}
     settings = GRPOConfig(
         output_dir=mkdtemp(prefix="trl-bench-"),
         use_cpu=True,
@@ -79,13 +83,50 @@ def run(case: Mapping[str, Any], channel: Channel) -> None:
         model=case["model"],
         args=settings,
         reward_funcs=score,
-        processing_class=AutoTokenizer.from_pretrained(case["model"]),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
-        callbacks=[Turns(channel, case["prompt_tokens"] * len(lengths) + sum(lengths))],
+        processing_class=processor_of(case),
+        train_dataset=data_of(Path(case["data"])),
+        callbacks=[Turns(channel, counts)],
     )
+    if not case.get("train_vision", True):
+        trainer.model.model.visual.requires_grad_(False)
     force_lengths(trainer.model, Lengths(lengths, case["prompt_tokens"]))
     trainer.train()
     sys.exit(0)
+
+
+def data_of(path: Path) -> Dataset:
+    """Return the prompts of a file; those with images as messages, which TRL needs, and the images beside them."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    if "images" not in records[0]:
+        return Dataset.from_list([{"prompt": record["prompt"]} for record in records])
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": record["prompt"].removeprefix("<image>")}],
+            "image": str(path.parent / record["images"][0]),
+        }
+        for record in records
+    ]
+    return Dataset.from_list(rows).cast_column("image", Image())
+
+
+def processor_of(case: Mapping[str, Any]) -> Any:
+    """Return the tokenizer; with images a processor on Pillow, as Braid's, without the part for videos, which needs
+    torchvision.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(case["model"])
+    if "images" not in case:
+        return tokenizer
+
+    class WithoutVideos(Qwen2_5_VLProcessor):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+            """Accept any argument."""
+
+    return WithoutVideos(
+        Qwen2VLImageProcessorPil.from_pretrained(case["model"]),
+        tokenizer,
+        SimpleNamespace(),
+        chat_template=tokenizer.chat_template,
+    )
 
 
 def force_lengths(model: Any, processor: Lengths) -> None:
@@ -99,6 +140,7 @@ def force_lengths(model: Any, processor: Lengths) -> None:
     model.generate = generate_with_lengths
 
 
-def score(completions: list[str], **_: Any) -> list[float]:
-    """Return the share of a response that is one given word; it differs within groups."""
-    return [float(completion.count("w1")) for completion in completions]
+def score(completions: list[Any], **_: Any) -> list[float]:
+    """Return how often a response has one given word; it differs within groups."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [float(text.count("w1") + text.count("red")) for text in texts]
