@@ -387,7 +387,8 @@ class EmbeddedEngine(SteppingEngine):
         slots, tokens = read.slots[read.rows], read.tokens(states)
         numbers = states.drawn[slots] + read.offsets
         uniforms = uniform(states.key[slots], states.first_draw[slots] + numbers)
-        logits = native.logits(tokens, read.token_slots, states.position[slots] + read.offsets, self._cache)
+        positions, shift = states.position[slots] + read.offsets, states.shift[slots]
+        logits = native.logits(tokens, read.token_slots, positions, self._cache, shift)
         drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
         kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, values[LOG_PROBS], states)
         for name in values.keys() - {LOG_PROBS}:

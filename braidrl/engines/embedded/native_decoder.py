@@ -24,6 +24,7 @@ from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
 from braidrl.native.building import address, library
 from braidrl.native.linear import ProductLinear, has_row_product, product, row_product
 from braidrl.training.compute.slots import SlotCache
+from braidrl.training.decoders.body import decoder_of
 from braidrl.training.lora import is_adapter
 from braidrl.training.parallel.pipeline import local_layers
 
@@ -167,12 +168,13 @@ class Kernels:
         return tokens, log_probs
 
 
-FAMILIES = {"qwen2", "qwen3", "llama"}
+FAMILIES = {"qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
+"""Types of text models. Behind a prompt all axes of a token's position are equal, and a rope of several is one."""
 
 
 def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
     """Return a compiled decoder, or None if the kernels do not support the model or no compiler works."""
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return None
     if any(is_adapter(name) for name, _ in model.named_parameters()):
@@ -207,7 +209,7 @@ class NativeDecoder:
     """A decoder that reads the weights of `model` in place; see `native_decoder` for the supported models."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels, width: int) -> None:
-        config: Any = model.config
+        config: Any = model.config.get_text_config()
         self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
         self._product = row_product if has_row_product(model.dtype) else product
         self.row_multiple = 4 if self._product is row_product else ROW_MULTIPLE
@@ -245,14 +247,17 @@ class NativeDecoder:
                 )
             )
 
-    def logits(self, tokens: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+    def logits(
+        self, tokens: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache, rope_shift: Tensor | None = None
+    ) -> Tensor:
         """Return logits (B, V) for tokens (B,) of these slots (B,); before a pipeline's last rank, the hidden states
-        sent.
+        sent. `rope_shift` (B,) is what the rope adds to positions.
         """
-        body: Any = self._model.base_model
+        body: Any = decoder_of(self._model)
         kernels, epsilon = self.kernels, self._epsilon
         residual = body.embed_tokens(tokens[:, None])[:, 0].float()
-        cosine, sine = body.rotary_emb(residual, positions[:, None])
+        turned = positions if rope_shift is None else positions + rope_shift
+        cosine, sine = body.rotary_emb(residual, turned[:, None])
         angles = (cosine[:, 0].contiguous(), sine[:, 0].contiguous())
         update = None
         for number, layer in enumerate(self._layers):
