@@ -29,7 +29,16 @@ from braidrl.data.chat import (
     tools_of,
 )
 from braidrl.data.conversions import CONVERSIONS, UNIQUE
-from braidrl.data.images import IMAGE, OTHER_MEDIA, BrokenImage, image_parts, kept_messages, names_in, with_images
+from braidrl.data.images import (
+    IMAGE,
+    MARK,
+    OTHER_MEDIA,
+    BrokenImage,
+    image_parts,
+    kept_messages,
+    names_in,
+    with_images,
+)
 from braidrl.data.records import (
     LINE_BYTES,
     NO_FORM,
@@ -306,12 +315,16 @@ class Reading:
         elif isinstance(answer, int | float) and not isinstance(answer, bool):
             answer = str(answer)  # verifiers compare text
         arguments = {**source.template, **own_arguments}
-        for message in (m for part in (prompt, response, rejected) if isinstance(part, list) for m in part):
-            if self.vision is None and isinstance(message.get("content"), list):
+        messages = [m for part in (prompt, response, rejected) if isinstance(part, list) for m in part]
+        said = [("user", prompt), *((message["role"], message.get("content")) for message in messages)]
+        marked = bool(record.get(source.images_field) or record.get(IMAGE))
+        for role, one in said[isinstance(prompt, list) :] if self.vision is None else ():
+            if isinstance(one, list) or (marked and isinstance(one, str) and MARK in one):
                 raise UserError(
-                    f"{where}: a {message['role']}'s message has an image, and the model reads text; take a model that "
-                    "sees (`braid check` says which), or leave images out by a `convert` of your own"
+                    f"{where}: a {role}'s message has an image, and the model reads text; take a model that sees "
+                    "(`braid check` says which), or leave images out by a `convert` of your own"
                 )
+        for message in messages:
             if message["role"] != "assistant" and any(message.get(name) for name in TRAINED):
                 name = next(name for name in TRAINED if message.get(name))
                 self.notes.setdefault(f"{name!r} of a {message['role']}'s message; only assistants' are trained", line)

@@ -117,21 +117,29 @@ TEXT: dict[str, dict[str, Any]] = {
 """Further sizes of the text part, by family."""
 
 
-def write_model(folder: Path, seed: int, layers: int = 2, width: int = 64, family: str = "qwen3_vl") -> Path:
-    """Write a small model with random weights, with tokenizer and image processor, as a Hugging Face directory."""
+def write_model(
+    folder: Path, seed: int, layers: int = 2, width: int = 64, family: str = "qwen3_vl", head: int = 16
+) -> Path:
+    """Write a small model with random weights, with tokenizer and image processor, as a Hugging Face directory.
+
+    `head` is the width of its heads.
+    """
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in (END, PAD, *VISION)}
     patch = 14
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    sections = [head // 8, 3 * head // 16, 3 * head // 16]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    if family.startswith("qwen3"):
+        rope["mrope_interleaved"] = True
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
         "intermediate_size": 3 * width,
         "num_hidden_layers": layers,
-        "num_attention_heads": width // 16,
-        "num_key_value_heads": width // 32,
-        "head_dim": 16,
+        "num_attention_heads": width // head,
+        "num_key_value_heads": max(1, width // head // 2),
+        "head_dim": head,
         "max_position_embeddings": 512,
         "rope_parameters": rope,
         "eos_token_id": ids[END],
@@ -145,7 +153,7 @@ def write_model(folder: Path, seed: int, layers: int = 2, width: int = 64, famil
         "depth": 2,
         "hidden_size": width if family == "qwen2_vl" else 64,
         "out_hidden_size": width,
-        "num_heads": 4,
+        "num_heads": 64 // head,
         "patch_size": patch,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,

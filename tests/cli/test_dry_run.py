@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from rich.console import Console
@@ -18,9 +19,9 @@ from braidrl.cli.commands import app
 from braidrl.cli.dry_run import dry_run
 from braidrl.config import Config, load_config
 from braidrl.errors import UserError
-from braidrl.runtimes.memory.budget import RoleUse, peak
+from braidrl.runtimes.memory.budget import IMAGES, RoleUse, peak
 from tests.cases import soak_but
-from tests.tiny import ROOT, TOKENIZER, Workshop
+from tests.tiny import ROOT, TOKENIZER, Workshop, load_module
 
 
 def uses(found: Any) -> list[tuple[int, tuple[RoleUse, ...]]]:
@@ -320,3 +321,37 @@ def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
 def files_in(folder: Path) -> set[Path]:
     """Return all files except Python's bytecode caches."""
     return {path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"}
+
+
+def test_the_geometry_example_passes_its_dry_run_on_a_local_folder_in_the_hubs_form(tmp_path: Path) -> None:
+    shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
+    model = shapes.write_model(tmp_path / "model", 0, family="qwen2_5_vl")
+    images = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
+    )
+    rows = {"images": [[{"bytes": shapes.draw({0: ("square", "red")}), "path": None}]], "problem": ["<image>Find x."]}
+    (tmp_path / "geometry3k").mkdir()
+    for split in ("train", "test"):
+        made = datasets.Dataset.from_dict({**rows, "answer": ["3"]}, images)
+        made.to_parquet(tmp_path / "geometry3k" / f"{split}-00000-of-00001.parquet")
+    source = f"{{path: {tmp_path / 'geometry3k'}, prompt_field: problem}}"
+    changes = {
+        "model": model,
+        "data.train": source,
+        "data.eval.test": source,
+        "data.images.folder": tmp_path / "store",
+        "data.max_prompt_tokens": 128,
+        "rollout.max_response_tokens": 64,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    config = load_config(
+        ROOT / "examples" / "vision" / "geometry3k.yaml", [f"{name}={value}" for name, value in changes.items()]
+    )
+    ((_, footprints),) = dry_run(config, Console(file=StringIO()))
+    (actor,) = (one for one in footprints if one.use.role == "actor")
+    assert actor.shape.tower > 0 and actor.working[IMAGES] == config.data.images.kept_mib * 2**20

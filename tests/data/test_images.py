@@ -218,10 +218,12 @@ def test_videos_and_sounds_are_refused_in_a_line(record: dict[str, Any], vision:
         names(write_jsonl(tmp_path / "media.jsonl", [record]), vision)
 
 
-def test_a_model_that_reads_text_refuses_images_in_messages(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": [{"type": "image", "image": as_uri(RED)}, {"type": "text", "text": "?"}]}]
+@pytest.mark.parametrize("form", ["part", "mark"])
+def test_a_model_that_reads_text_refuses_images_in_messages(form: str, tmp_path: Path) -> None:
+    part = [{"role": "user", "content": [{"type": "image", "image": as_uri(RED)}, {"type": "text", "text": "?"}]}]
+    records = {"part": {"prompt": part}, "mark": {"prompt": "<image>?", "images": [as_uri(RED)]}}
     with pytest.raises(UserError, match="reads text"):
-        list(Reading(SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", [{"prompt": said}]))))
+        list(Reading(SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", [records[form]]))))
 
 
 def test_pixels_follow_the_configured_bounds(model: Path, tmp_path: Path) -> None:

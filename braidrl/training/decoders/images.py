@@ -124,7 +124,7 @@ class ModelImages:
         positions, start, starts = list[Tensor](), 0, [span.start for span in spans]
         for length in sequence_lengths:
             end = start + length
-            within = spans[bisect_left(starts, start) : bisect_left(starts, end)]
+            within = moved(spans[bisect_left(starts, start) : bisect_left(starts, end)], -start)
             positions.append(self.positions(ids[start:end], mask[start:end], within))
             start = end
         return Placed(torch.cat(positions), rows, tuple(begins), blocks)
@@ -140,15 +140,24 @@ class ModelImages:
         return replace(packed, per_token=per_token, model_inputs={**packed.model_inputs, IMAGES: placed.names})
 
     def positions(self, ids: Tensor, mask: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
-        """Return the positions of one sequence, (T,) or (T, 3), as the model's own rope counts them."""
+        """Return the positions of one sequence, (T,) or (T, 3), as the model's own rope counts them.
+
+        `spans` are counted from its first token.
+        """
         whole = base_of(self.model)
         if not hasattr(whole, "get_rope_index"):
             return torch.arange(len(ids))
         if not spans:
             return torch.arange(len(ids))[:, None].expand(-1, 3)
         grids = torch.cat([self.vision.grid(span.name) for span in spans])
-        found, _ = whole.get_rope_index(ids[None], mm_token_type_ids=mask[None].int(), image_grid_thw=grids)
-        return found[:, 0].T.contiguous()
+        # Images that touch count as one there: a token of text between them parts them, and is counted off again.
+        touching = [span.start for span in spans if span.start and bool(mask[span.start - 1 : span.start + 1].all())]
+        first, *others = torch.arange(len(ids)).tensor_split(touching)
+        source = torch.cat([first, *(pad(part, (1, 0), value=-1) for part in others)])
+        kept = source >= 0
+        types = (mask[source] & kept)[None].int()
+        found, _ = whole.get_rope_index(ids[source][None], mm_token_type_ids=types, image_grid_thw=grids)
+        return (found[:, 0].T - (~kept).cumsum(0)[:, None])[kept].contiguous()
 
     def encoded(self, names: Sequence[str]) -> list[Tensor]:
         """Return the embeddings (E, D) of images, in order, and those that the model adds after its first layers."""

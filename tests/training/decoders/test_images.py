@@ -38,8 +38,8 @@ ROWS = ((0,), (1, 2), (), (2,), (1, 1, 0), ())
 class Seeing:
     """A tiny model of a family, its images, and rows of unequal lengths with some of them."""
 
-    def __init__(self, folder: Path, family: str, dtype: torch.dtype) -> None:
-        self.path = shapes.write_model(folder / "model", 0, family=family)
+    def __init__(self, folder: Path, family: str, dtype: torch.dtype, head: int = 16) -> None:
+        self.path = shapes.write_model(folder / "model", 0, family=family, head=head)
         vision = load_vision(self.path, ImagesConfig(folder=folder / "store"))
         assert vision is not None
         self.vision: Vision = vision
@@ -125,6 +125,7 @@ def test_packed_rows_with_images_equal_transformers_rows_alone(family: str, tmp_
 def test_engine_log_probs_equal_the_trainers_and_do_not_depend_on_other_rows(family: str, tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, family, torch.float32)
     engine = EmbeddedEngine(seeing.model, load_tokenizer(seeing.path), 16, 256, images=seeing.images)
+    assert (engine._native is not None) == (family != "qwen3_5"), "text parts of Qwen-VL decode by compiled kernels"
     requests = [
         Request((0, n, 0), ids, SamplingParams(max_tokens=6, ends=False), images=tuple(spans))
         for n, (ids, spans) in enumerate(seeing.prompts)
@@ -164,6 +165,19 @@ def test_a_shared_prompt_with_images_gives_the_log_probs_of_rows_alone(tmp_path:
     spans[0][0][0] = seeing.names[0]
     altered = rows.with_columns({"images": Objects(tuple(spans))})
     assert len(pack(altered, CPU, True).input_ids) > len(pack(rows, CPU, True).input_ids)
+
+
+def test_images_that_touch_have_the_positions_of_images_apart_without_the_token_between(tmp_path: Path) -> None:
+    seeing = Seeing(tmp_path, "qwen3_vl", torch.float32)
+    ids, spans = seeing.prompts[4]
+    positions = seeing.images.placed(ids, [len(ids)], spans).positions
+    between = spans[1].start - 1
+    joined = torch.cat([ids[: between - 1], ids[between + 1 :]])
+    touching = [spans[0], *moved(spans[1:], -2)]
+    assert touching[0].start + touching[0].tokens == touching[1].start
+    found = seeing.images.placed(joined, [len(joined)], touching).positions
+    assert torch.equal(found[: between - 1], positions[: between - 1])
+    assert torch.equal(found[between - 1 :], positions[between + 1 :] - 2)
 
 
 def test_kept_images_stay_within_their_bytes(tmp_path: Path) -> None:
