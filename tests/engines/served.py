@@ -88,15 +88,17 @@ async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 
     return largest
 
 
-def vllm_python() -> Path | None:
-    """Return an interpreter that has vLLM: this one, or that of `make vllm`. Skip the test if there is none."""
+def vllm_python(target: str = "vllm") -> Path | None:
+    """Return an interpreter that has vLLM: this one, or that of `make vllm` or `make vllm-images`. Skip the test if
+    there is none.
+    """
     found = importlib.util.find_spec("vllm")
     # A folder of this name, as of an earlier test's run, is a package without an origin.
     if found is not None and found.origin is not None:
         return None
-    python = ROOT / "build" / "vllm-venv" / "bin" / "python"
+    python = ROOT / "build" / f"{target}-venv" / "bin" / "python"
     if not (python.parent.parent / "installed").is_file():
-        pytest.skip("vLLM is not installed; `make vllm` installs it")
+        pytest.skip(f"vLLM is not installed; `make {target}` installs it")
     return python
 
 

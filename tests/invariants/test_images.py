@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -21,7 +22,9 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.stepping import EngineReplica
+from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums, read_metrics
+from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.row_store import Admission
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint
@@ -153,6 +156,23 @@ def test_adapters_of_the_text_part_learn_from_rows_with_images(seeing: Workshop)
     assert min(losses[-3:]) < 0.8 * losses[0]
 
 
+@pytest.mark.parametrize(
+    ("rollout", "remedy"),
+    [
+        ({"engine": "http", "servers": {"urls": "http://127.0.0.1:1"}}, "engine=embedded or vllm"),
+        ({"engine": "engine.py:Engine"}, "engine=embedded or vllm"),
+        ({"engine": "vllm", "engines": 0}, "engines=1"),
+    ],
+)
+def test_engines_that_take_no_images_are_refused_before_a_model_loads(
+    rollout: dict[str, Any], remedy: str, seeing: Workshop
+) -> None:
+    (seeing.folder / "engine.py").write_text("def Engine(spec):\n    raise AssertionError\n")
+    rollout = {name: str(seeing.folder / one) if one == "engine.py:Engine" else one for name, one in rollout.items()}
+    with pytest.raises(UserError, match=f"images.*{remedy}"):
+        prepare(seeing.config("refused", **settings(seeing, rollout=rollout)))
+
+
 RECIPES: dict[str, dict[str, Any]] = {
     "dpo": {"rollout": {"samples_per_prompt": 2}},
     "reward_model": {"rollout": {"samples_per_prompt": 2}},
@@ -223,6 +243,38 @@ def test_an_agents_images_are_seen_in_every_turn(folder: Path, tmp_path: Path) -
     for span in played.images:
         assert played.tokens[span.start : span.start + span.tokens] == [vision.token] * 9
         assert not any(played.actions[span.start : span.start + span.tokens])
+
+
+@pytest.mark.soak
+def test_memory_stays_flat_over_300_steps_of_images_that_were_not_seen_before(folder: Path, tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, folder / "model", shapes.write_data(tmp_path, 1200, 0, "many"))
+    (tmp_path / "even.py").write_text(VERIFIERS)
+    kept = {"images": {"folder": str(tmp_path / "store"), "kept_mib": 1}, "shuffle": False}
+    trainer = {"steps": 301, "checkpoint_every": 0, "learning_rate": 1e-4}
+    sections = settings(shop, data=kept, trainer=trainer)
+    resident = []
+    with TrainingRun(shop.config("flat", **sections)) as training:
+        for _ in range(300):
+            training._one_step(training._snapshot())
+            resident.append(psutil.Process().memory_info().rss / 2**20)
+        seen = images_of_role(training)
+        assert seen.encoded_count > 600 and seen._held <= 2**20
+    print(f"MiB after 50, 100, 200 and 300 steps: {[round(resident[n - 1]) for n in (50, 100, 200, 300)]}")
+    assert resident[-1] - resident[99] < 16
+
+
+def images_of_role(of: TrainingRun) -> Any:
+    """Return the encoded images of an eager run's actor, which its engine shares."""
+    return of.backend.executor.workers["actor"].images  # type: ignore[attr-defined]
+
+
+def test_the_rows_of_a_group_share_one_encoded_image_in_engine_log_probs_and_updates(seeing: Workshop) -> None:
+    sections = settings(seeing, rollout={"samples_per_prompt": 16}, algorithm={"old": "recompute", "kl_coef": 0.0})
+    with TrainingRun(seeing.config("shared", **sections)) as made:
+        made._one_step(made._snapshot())
+        rows = recorded(made.folder, 1)["images"].values
+        shown = {name for spans in rows for name, _, _ in spans}
+        assert len(rows) == 64 and images_of_role(made).encoded_count == len(shown) <= 4
 
 
 @pytest.mark.soak

@@ -8,9 +8,11 @@ Only this file and `logits_processor` import vLLM; `vllm_worker` is Braid's part
 """
 
 import gc
+import importlib.util
 import itertools
 import os
 import secrets
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,14 +31,18 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from braidrl.config import ImagesConfig
 from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Uid
+from braidrl.data.vision import Vision
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
 from braidrl.engines.requests import RECENT, EngineRow, Response, draw_arguments, rows_to_begin
 from braidrl.engines.stepping import SteppingEngine
+from braidrl.engines.vllm.images import VllmImages
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
 from braidrl.errors import UserError
+from braidrl.training.loading import load_vision
 from braidrl.weights.collective import Incoming
 from braidrl.weights.file import WeightFile
 from braidrl.weights.model_files import shapes_in_folder
@@ -75,6 +81,8 @@ class VllmEngine(SteppingEngine):
         gc.freeze()
         with refusals_in_a_line():
             self._engine = self._start(arguments, [partial(PreemptionLog, self)] if spec.adapts_rows else None)
+        vision = vision_of(spec)
+        self._images = None if vision is None else VllmImages(vision, self._engine.renderer)
         self._memory = VllmMemory(self._engine, bool(spec.options.get("enable_sleep_mode")))
         self._rows: dict[str, EngineRow] = {}
         """The rows that vLLM has, by their names there."""
@@ -121,7 +129,17 @@ class VllmEngine(SteppingEngine):
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
+        if self._images is not None:
+            # Images encoded with the weights before; a worker forgets its own, of which the scheduler knows nothing.
+            self._engine.reset_encoder_cache()
         self.version, self._failure, self._is_given_again = version, None, False
+
+    def _accept(self, row: EngineRow) -> None:
+        if row.request.images:
+            if self._images is None:
+                raise UserError(f"row {row.request.uid} has images, and vLLM's model sees none; take a model that sees")
+            self._images.check(row.request.images)
+        super()._accept(row)
 
     def step(self) -> list[Response]:
         """Fill free slots, then run a step of vLLM."""
@@ -169,7 +187,10 @@ class VllmEngine(SteppingEngine):
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
         # The salt keeps prompts computed with other weights from being reused.
-        prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
+        salt = str(self.version)
+        prompt: Any = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
+        if request.images and self._images is not None:
+            prompt = self._images.prompt(request.prompt, request.images, salt)
         asked = request.sampling
         drawn: dict[str, Any] = {"temperature": 0.0}
         if self.spec.reproducible:
@@ -271,6 +292,30 @@ def key_numbers(config: Any) -> int:
     return int(max(one.num_key_value_heads * width for one, width in zip(each, widths, strict=True)))
 
 
+def vision_of(spec: EngineSpec) -> Vision | None:
+    """Return the vision of an engine's model; None if it sees none."""
+    return None if spec.images is None else load_vision(Path(spec.model), ImagesConfig(**spec.images))
+
+
+def image_arguments(vision: Vision) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine for a model that sees. Raises UserError without torchvision."""
+    if importlib.util.find_spec("torchvision") is None:
+        raise UserError(
+            f"rollout.engine=vllm: vLLM's models that see need torchvision, which {sys.executable} lacks; install the "
+            "one of its torch, or write rollout.engine=embedded"
+        )
+    # vLLM computes room for the largest image from its own processor, which needs a tokenizer.
+    size = {"mm_processor_kwargs": {"size": dict(vision.processor.size)}} if vision.family.resizes else {}
+    return {
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"video": 0, "audio": 0},
+        # Braid's pixels are normalized; by default vLLM's own are not, and its tower does it.
+        "mm_device_do_normalize": False,
+        "skip_mm_profiling": not torch.cuda.is_available(),
+        **size,
+    }
+
+
 def arguments_of(spec: EngineSpec) -> dict[str, Any]:
     """Return the arguments of vLLM's engine: Braid's, then the user's options in their place; set the environment that
     they need.
@@ -286,6 +331,8 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         "max_model_len": spec.max_sequence_tokens,
         "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
     }
+    if (vision := vision_of(spec)) is not None:
+        arguments |= image_arguments(vision)
     if config.model_type == "deepseek_v3" and not hasattr(config, "scoring_func"):
         # The router of transformers' class. The hub's configurations name it; without a name vLLM takes another one.
         arguments["hf_overrides"] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}

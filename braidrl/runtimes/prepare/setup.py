@@ -53,6 +53,8 @@ Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
 EXAMINED = 2000
 """Examples of a source whose reference answers are read before a run: some seconds; later ones fail as rows."""
+SEEING_ENGINES = ("embedded", "vllm")
+"""Engines that take images in prompts."""
 logger = logging.getLogger(__name__)
 
 
@@ -289,15 +291,15 @@ def check_images(
         return
     flow = deployment.flow
     generates = any(stage.kind is Kind.GENERATE for stage in flow.stages)
-    if generates and deployment.engines.pools_ranks:
+    if generates and (deployment.engines.pools_ranks or deployment.engines.hosts_vllm):
         raise UserError(
-            f"{source.path} has images, which ranks that decode together do not support; remove rollout.tensor and "
-            "rollout.pipeline"
+            f"{source.path} has images, which engines on the ranks that train do not support where they are vLLM, or "
+            "shard the model; remove rollout.tensor and rollout.pipeline, or write rollout.engines=1 for vLLM"
         )
-    if generates and config.rollout.engine != "embedded":
+    if generates and config.rollout.engine not in SEEING_ENGINES:
         raise UserError(
             f"{source.path} has images, which rollout.engine={config.rollout.engine} does not support; write "
-            "rollout.engine=embedded"
+            f"rollout.engine={' or '.join(SEEING_ENGINES)}"
         )
     for role in flow.roles:
         own = settings_of(role, config)
