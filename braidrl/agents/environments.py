@@ -99,16 +99,16 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
         LIBRARIES[scheme].check(name)
         check_settings(f"rollout.environment.params: {scheme}:", LIBRARIES[scheme].find, settings)
         return LIBRARIES[scheme].find(rest, **settings)
-    found: Any = ENVIRONMENTS.find(name)
-    if not isinstance(found, type):
-        check_call(f"rollout.environment: {name}", found, "texts", "example", settings=settings)
-        return partial(FunctionEnvironment, found, settings)
-    ENVIRONMENTS.check_methods(name, found)
-    check_call(f"rollout.environment: {name}", found, settings=settings)
+    made: Any = ENVIRONMENTS.find(name)
+    if not isinstance(made, type):
+        check_call(f"rollout.environment: {name}", made, "texts", "example", settings=settings)
+        return partial(FunctionEnvironment, made, settings)
+    ENVIRONMENTS.check_methods(name, made)
+    check_call(f"rollout.environment: {name}", made, settings=settings)
     for method, given in (("reset", "example"), ("step", "text")):
-        if inspect.isfunction(inspect.getattr_static(found, method)):
-            check_call(f"rollout.environment: {name}: {method}", getattr(found, method), "self", given)
-    return partial(found, **settings)
+        if inspect.isfunction(inspect.getattr_static(made, method)):
+            check_call(f"rollout.environment: {name}: {method}", getattr(made, method), "self", given)
+    return partial(made, **settings)
 
 
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
@@ -140,14 +140,14 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
     async def played(method: str, argument: Any) -> Message:
         nonlocal environment
         call = loaded if method in ("act", "make") else getattr(environment, method)
-        found = call(*(argument if method == "act" else () if method in ("make", "close") else (argument,)))
-        found = await found if inspect.isawaitable(found) else found
+        result = call(*(argument if method == "act" else () if method in ("make", "close") else (argument,)))
+        result = await result if inspect.isawaitable(result) else result
         if method == "make":
-            environment = found
-            return {"tools": list(getattr(found, "tools", ())), "closes": hasattr(found, "close")}
-        if method == "close" or (method == "reset" and not isinstance(found, Observation)):
-            return {"context": found} if method == "reset" else {}
-        seen = outcome_of(found) if method == "act" else found
+            environment = result
+            return {"tools": list(getattr(result, "tools", ())), "closes": hasattr(result, "close")}
+        if method == "close" or (method == "reset" and not isinstance(result, Observation)):
+            return {"context": result} if method == "reset" else {}
+        seen = outcome_of(result) if method == "act" else result
         if not isinstance(seen, Observation):
             raise TypeError(f"`step` returned {seen!r}, which is no Observation")
         return {

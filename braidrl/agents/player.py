@@ -98,7 +98,7 @@ class Player(ABC):
         return {**metadata, "source": source, "group": group, "sample": sample, "seed": own}
 
     async def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a user's function. Raises EnvironmentFailed for any exception and after the time limit."""
+        """Call a user's function. Raises EnvironmentFailed if it raises or exceeds the time limit."""
         name = getattr(function, "__name__", "make")
         try:
             with WORK.waiting(), self.spans.span(name):

@@ -62,7 +62,7 @@ def between_tags(text: str, begins: str, ends: re.Pattern[str]) -> list[str]:
 
     JSON in it ends where its value ends: the closing tag may stand in one of its strings.
     """
-    found, begin = list[str](), text.find(begins)
+    bodies, begin = list[str](), text.find(begins)
     while begin >= 0:
         begin += len(begins)
         closed = ends.search(text, begin)
@@ -71,9 +71,9 @@ def between_tags(text: str, begins: str, ends: re.Pattern[str]) -> list[str]:
             with suppress(ValueError):
                 closed = ends.search(text, max(closed.start(), json_at(text, value)[1]))
         end = closed.start() if closed else len(text)
-        found.append(text[begin:end])
+        bodies.append(text[begin:end])
         begin = text.find(begins, end)
-    return found
+    return bodies
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
@@ -115,10 +115,10 @@ class ToolFormat:
 
     def rewritten(self, text: str, tools: Tools) -> tuple[str, str] | None:
         """Return the text before a turn's calls, and the calls in Hermes' format; None if there are none."""
-        found = self.begins.search(text)
-        if found is None:
+        match = self.begins.search(text)
+        if match is None:
             return None
-        return text[: found.start()], tagged(self.calls(text[found.start() :], tools))
+        return text[: match.start()], tagged(self.calls(text[match.start() :], tools))
 
 
 def tagged(calls: Sequence[str]) -> str:
@@ -166,8 +166,8 @@ def types_of(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named, choices = schema.get("type"), schema.get("anyOf")
-    found = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
-    return found.union(*map(types_of, choices if isinstance(choices, list) else ()))
+    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    return types.union(*map(types_of, choices if isinstance(choices, list) else ()))
 
 
 def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
@@ -209,18 +209,18 @@ def llama(text: str, tools: Tools) -> list[str]:
             ]
         except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
             return [text]
-    found, begin = list[str](), 0
+    calls, begin = list[str](), 0
     while begin < len(text):
         try:
             call, end = json_at(text, begin)
         except ValueError:
-            return [*found, text[begin:]]
+            return [*calls, text[begin:]]
         arguments = call.get("parameters", call.get("arguments", {})) if isinstance(call, dict) else {}
         is_call = isinstance(call, dict) and "name" in call
-        found.append(call_text(str(call["name"]), as_text(arguments)) if is_call else text[begin:end])
+        calls.append(call_text(str(call["name"]), as_text(arguments)) if is_call else text[begin:end])
         between = BETWEEN.match(text, end)
         begin = between.end() if between else end
-    return found
+    return calls
 
 
 NAMED = re.compile(r"\s*([^\[\s{]+)(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(.*)", re.DOTALL)
@@ -251,13 +251,13 @@ def deepseek(text: str, tools: Tools) -> list[str]:
     """Return the calls of DeepSeek V3 and R1, `function<｜tool▁sep｜>NAME` and JSON in a fence, and of V3.1,
     `NAME<｜tool▁sep｜>{...}`.
     """
-    found = list[str]()
+    calls = list[str]()
     for body in between_tags(text, "<｜tool▁call▁begin｜>", CLOSED_PIECE):
         first, _, second = body.partition("<｜tool▁sep｜>")
         fenced = FENCED.match(second)
         name, arguments = (fenced[1], fenced[2]) if fenced else (first, second)
-        found.append(call_text(name, arguments) if arguments else body)
-    return found or [text]
+        calls.append(call_text(name, arguments) if arguments else body)
+    return calls or [text]
 
 
 TAG = re.compile("<tool_call>")
@@ -283,5 +283,5 @@ FORMATS = {
 def format_of(chat_template: str | None) -> ToolFormat:
     """Return the format that a chat template uses; Hermes' format if none is recognised."""
     template = chat_template or ""
-    found = (known for known in FORMATS.values() if all(mark in template for mark in known.marks))
-    return next(found, FORMATS["hermes"])
+    formats = (known for known in FORMATS.values() if all(mark in template for mark in known.marks))
+    return next(formats, FORMATS["hermes"])

@@ -56,7 +56,7 @@ class Framework:
     """Whether its command takes `key=value` in place of `--key value`."""
     flow: Callable[[Mapping[str, Any]], str] = lambda given: "grpo"
     """The recipe of a configuration."""
-    finish: Callable[[Imported], None] = lambda one: None
+    finish: Callable[[Imported], None] = lambda imported: None
     """Settings that follow from several keys."""
 
     @cached_property
@@ -98,18 +98,18 @@ def openrlhf_flow(given: Mapping[str, Any]) -> str:
     return named or import_rules.OPENRLHF_FLOWS.get(str(given.get("advantage_estimator", "gae")), "grpo")
 
 
-def finish_verl(one: Imported) -> None:
-    if one.flow == "ppo":
-        import_rules.reward_model(one, None, "")
-    if "workers" not in one.made and (count := import_rules.workers(one, None, "")):
-        one.made["workers"] = count
-    import_rules.loss_alone(one)
-    import_rules.rewards_by_source(one)
+def finish_verl(imported: Imported) -> None:
+    if imported.flow == "ppo":
+        import_rules.reward_model(imported, None, "")
+    if "workers" not in imported.made and (count := import_rules.workers(imported, None, "")):
+        imported.made["workers"] = count
+    import_rules.loss_alone(imported)
+    import_rules.rewards_by_source(imported)
 
 
-def finish_trl(one: Imported) -> None:
-    import_rules.trl_batch(one)
-    import_rules.loss_alone(one)
+def finish_trl(imported: Imported) -> None:
+    import_rules.trl_batch(imported)
+    import_rules.loss_alone(imported)
 
 
 FRAMEWORKS = {
@@ -183,7 +183,7 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
 
 def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
     """Return the framework and the keys of the last command of a script that starts one. Raises UserError for none."""
-    found = None
+    lines = None
     for words in read_commands(path):
         for framework in FRAMEWORKS.values():
             at = next((n for n, word in enumerate(words) if framework.command.search(word)), None)
@@ -197,12 +197,12 @@ def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
                 given = {**launched, **given}
             if framework.name == "TRL" and isinstance(config := given.pop("config", None), str):
                 given = {**read_source(path.parent / config)[1], **given}
-            found = framework, given
+            lines = framework, given
             break
-    if found is None:
+    if lines is None:
         names = "verl.trainer.main_ppo, openrlhf.cli.train_ppo_ray, slime's train.py, or trl grpo"
         raise UserError(f"{path} starts no training that is known, such as {names}")
-    return found
+    return lines
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
@@ -221,26 +221,28 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     # Keys follow the table's order, so that a rule finds what rows above it have made.
     order = {key: number for number, key in enumerate(framework.table)}
     keys = sorted(known | usable, key=lambda key: order.get(key, len(order)))
-    one = Imported(known | usable, path.parent)
-    one.flow = one.made["flow"] = framework.flow(one.given)
-    outcomes = {key: translate(framework, one, key) for key in keys}
-    framework.finish(one)
+    imported = Imported(known | usable, path.parent)
+    imported.flow = imported.made["flow"] = framework.flow(imported.given)
+    outcomes = {key: translate(framework, imported, key) for key in keys}
+    framework.finish(imported)
     for key, outcome in outcomes.items():
-        if reason := next((one.dropped[made] for made in outcome.text.split(", ") if made in one.dropped), None):
+        if reason := next(
+            (imported.dropped[made] for made in outcome.text.split(", ") if made in imported.dropped), None
+        ):
             outcomes[key] = KeyOutcome(DECIDE, reason)
     for key in given.keys() - usable.keys():
         row = framework.row(key) or {}
         is_needless = not row.keys() & {"to", "rule", "decide"} and "note" in row
         outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(given[key])
     outcomes = {key: outcomes[key] for key in given if key != COMMAND_LINE}
-    for key, advice in one.advice.items():
+    for key, advice in imported.advice.items():
         outcomes[key] = KeyOutcome(DECIDE, advice)
-    if "model" not in one.made:
+    if "model" not in imported.made:
         raise UserError(f"{path} names no model of {framework.name}; is it a whole configuration?")
     is_advised = any(outcome.text.startswith("trainer.steps") for outcome in outcomes.values())
-    if "trainer.steps" not in one.made and not is_advised:
+    if "trainer.steps" not in imported.made and not is_advised:
         outcomes["trainer.steps"] = KeyOutcome(DECIDE, f"{framework.name} counts epochs; write trainer.steps")
-    return nested(one.made), outcomes
+    return nested(imported.made), outcomes
 
 
 def referred(value: Any, given: Mapping[str, Any]) -> Any:
@@ -256,19 +258,19 @@ def without_value(value: Any) -> KeyOutcome:
     return KeyOutcome(DECIDE, f"{shown(value)} is known to the script or to Hydra alone; write the value")
 
 
-def translate(framework: Framework, one: Imported, key: str) -> KeyOutcome:
+def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
     """Set what Braid's configuration has for one key, and return what became of the key."""
-    row, value = framework.row(key), one.given[key]
+    row, value = framework.row(key), imported.given[key]
     if row is None:
         return KeyOutcome(DECIDE, f"{framework.name} has no such key; is it of your own, or of another version?")
     note, to = row.get("note", "no counterpart"), row.get("to", "")
-    if one.flow not in row.get("of", one.flow).split():
-        return KeyOutcome(WITHOUT, f"{one.flow} has no such setting ({row['of']} has)")
+    if imported.flow not in row.get("of", imported.flow).split():
+        return KeyOutcome(WITHOUT, f"{imported.flow} has no such setting ({row['of']} has)")
     if advice := row.get("decide"):
         return KeyOutcome(DECIDE, advice) if value not in (False, 0) else KeyOutcome(WITHOUT, "it is off")
     if "to" not in row and "rule" not in row:
         return KeyOutcome(WITHOUT, note if value not in (False, 0) else f"it is off; {note}")
-    before, together = dict(one.made), len(one.together)
+    before, together = dict(imported.made), len(imported.together)
     values = {str(theirs).lower(): ours for theirs, ours in row.get("values", {}).items()}
     if values and "rule" not in row:
         is_known = str(value).lower() in values
@@ -277,21 +279,21 @@ def translate(framework: Framework, one: Imported, key: str) -> KeyOutcome:
             return KeyOutcome(TRANSLATED, f"{to}, as by default")
     else:
         try:
-            one.key = key
-            made = RULES[row.get("rule", "")](one, value, to)
+            imported.key = key
+            made = RULES[row.get("rule", "")](imported, value, to)
         except (TypeError, ValueError, KeyError, IndexError):
             made = Decide(f"{shown(value)} is no value that is known for {to or key}")
     if isinstance(made, Decide):
         return KeyOutcome(DECIDE, made)
     if made is not None:
-        one.made[to] = made
+        imported.made[to] = made
         return KeyOutcome(TRANSLATED, to)
-    if len(one.together) > together:
+    if len(imported.together) > together:
         return KeyOutcome(TRANSLATED, to)
-    changed = [name for name, setting in one.made.items() if name not in before or before[name] != setting]
+    changed = [name for name, setting in imported.made.items() if name not in before or before[name] != setting]
     if changed:
         return KeyOutcome(TRANSLATED, ", ".join(changed))
-    related = to and (to in one.made or any(name.startswith(f"{to}.") for name in one.made))
+    related = to and (to in imported.made or any(name.startswith(f"{to}.") for name in imported.made))
     return KeyOutcome(TRANSLATED, to) if related else KeyOutcome(WITHOUT, f"no effect with the other keys; {note}")
 
 

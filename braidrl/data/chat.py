@@ -15,6 +15,7 @@ messages  ──PromptTemplate.apply──▶ text, or a UserError
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -356,6 +357,12 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return named | {number: token.content for number, token in added.items() if token.special}
+
+
+def special_text(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens' texts, the longest first; None if there are none."""
+    texts = sorted({text for text in special_tokens(tokenizer).values() if text}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 def turn_end_id(tokenizer: Any) -> int | None:

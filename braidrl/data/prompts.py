@@ -25,6 +25,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -47,7 +48,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.chat import READ, UNREAD_TOOLS
+from braidrl.data.chat import READ, UNREAD_TOOLS, special_text
 from braidrl.data.conversions import CONVERSIONS
 from braidrl.data.images import names_in
 from braidrl.data.records import place, quiet
@@ -187,16 +188,16 @@ class LoadedSource(Sequence[Example]):
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:
         """Return the first row with a token id of `size` or more, and that id; None if there is no such row."""
-        found = []
+        beyond = []
         for name in ("prompt", *RESPONSES):
             begin = 0
             for chunk in self._columns[name].chunks if name in self._columns else ():
                 values = chunk.flatten().to_numpy()
                 for at in np.flatnonzero(values >= size)[:1]:
                     row = int(np.searchsorted(chunk.offsets.to_numpy() - chunk.offsets[0].as_py(), at, "right")) - 1
-                    found.append((begin + row, int(values[at])))
+                    beyond.append((begin + row, int(values[at])))
                 begin += len(chunk)
-        return min(found, default=None)
+        return min(beyond, default=None)
 
     def lengths(self, column: str) -> Tensor | None:
         """Return the number of tokens of every row, (K,) int64, or None if the source has no such column."""
@@ -242,7 +243,7 @@ def load_train(
     template = PromptTemplate.of(tokenizer, data, vision)
     readings = [Reading(source, responses=responses, pairs=pairs, vision=vision) for source in data.training_sources]
     places = kept if kept is not None else [None] * len(readings)
-    return [load_source(one, data, template, place, ranks) for one, place in zip(readings, places, strict=True)]
+    return [load_source(reading, data, template, place, ranks) for reading, place in zip(readings, places, strict=True)]
 
 
 def check_train(data: DataConfig) -> None:
@@ -261,12 +262,12 @@ def load_eval(
     ranks: LoadingRanks | None = None,
 ) -> dict[str, LoadedSource]:
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
-    template, found = PromptTemplate.of(tokenizer, data, vision), {}
+    template, sets = PromptTemplate.of(tokenizer, data, vision), {}
     for name, source in data.evaluation_sources.items():
         split = "test" if name in data.eval else "train"
         reading = Reading(source, responses=responses, pairs=pairs, usual_split=split, vision=vision)
-        found[name] = load_source(reading, data, template, kept[name] if kept else None, ranks)
-    return found
+        sets[name] = load_source(reading, data, template, kept[name] if kept else None, ranks)
+    return sets
 
 
 def load_texts(
@@ -382,9 +383,9 @@ def load_together(reading: Reading, data: DataConfig, template: PromptTemplate, 
     layout = {"parts": len(part_writers(ranks.size)), "batches": outcomes[0]["batches"]}
     for name, value in (("facts.json", asdict(facts)), (PARTS, layout)):
         # Ranks of one machine write the same file.
-        own = folder / f"{name}.{ranks.rank}"
-        own.write_text(json.dumps(value), encoding="utf-8")
-        own.replace(folder / name)
+        own_part = folder / f"{name}.{ranks.rank}"
+        own_part.write_text(json.dumps(value), encoding="utf-8")
+        own_part.replace(folder / name)
     table = mapped_parts(reading.source, folder)
     if mine and named["temporary"]:
         Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
@@ -551,13 +552,13 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
         examples = chain(started, examples)
         if folder.is_dir() or len(started) > data.in_memory:
             return folder, examples
-    own, temporary = f"{PASSING}{platform.node()}-", Path(tempfile.gettempdir())
-    for other in temporary.glob(f"{glob.escape(own)}*"):
+    prefix, temporary = f"{PASSING}{platform.node()}-", Path(tempfile.gettempdir())
+    for earlier in temporary.glob(f"{glob.escape(prefix)}*"):
         # Folders of processes that were killed are removed.
-        process = other.name.removeprefix(own).partition("-")[0]
+        process = earlier.name.removeprefix(prefix).partition("-")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(other, ignore_errors=True)
-    return temporary / f"{own}{os.getpid()}-{uuid.uuid4().hex}", examples
+            shutil.rmtree(earlier, ignore_errors=True)
+    return temporary / f"{prefix}{os.getpid()}-{uuid.uuid4().hex}", examples
 
 
 def unread_by(template: PromptTemplate, example: Example, seen: set[tuple[str, str]]) -> Iterator[str]:
@@ -581,6 +582,15 @@ def unread_by(template: PromptTemplate, example: Example, seen: set[tuple[str, s
                         yield f"the chat template does not read {name!r} of {message['role']} messages"
 
 
+def special_in(example: Example, special: re.Pattern[str]) -> Iterator[str]:
+    """Yield a note for the text of a special token within a message: the tokenizer makes the token of it."""
+    for part in (example.prompt, example.response, example.rejected):
+        for message in part if isinstance(part, list) else ():
+            content = message.get("content")
+            if isinstance(content, str) and (match := special.search(content)):
+                yield f"the text of a {message['role']} message has {match[0]!r}, which becomes that special token"
+
+
 def rows_of(
     reading: Reading,
     batches: Iterable[list[Example]],
@@ -591,15 +601,20 @@ def rows_of(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each batch of examples, and fill in the facts. Raises UserError for an invalid example."""
     path, seen = reading.source.path, set[tuple[str, str]]()
+    special = special_text(template.tokenizer) if template.is_chat else None
     for batch in batches:
         rows = []
         facts.read += len(batch)
         texts = []
         for example in batch:
             with located(place(path, example.line)):
-                own = template.with_arguments(example.arguments)
-                texts.append(own.render(example.prompt, example.tools))
-                for note in unread_by(own, example, seen):
+                with_its_arguments = template.with_arguments(example.arguments)
+                texts.append(with_its_arguments.render(example.prompt, example.tools))
+                notes = [
+                    *unread_by(with_its_arguments, example, seen),
+                    *(special_in(example, special) if special else ()),
+                ]
+                for note in notes:
                     facts.notes.setdefault(note, example.line)
         prompts = template.encode_texts(texts, begins=not template.is_chat)
         spans = list[list[ImageSpan]]()

@@ -258,16 +258,16 @@ class Reading:
         given = example.prompt
         prompt = [{"role": "user", "content": given}] if isinstance(given, str) else given
         response = example.response if isinstance(example.response, list) else []
-        whole, vision = with_images([*prompt, *response], images), self.vision
+        messages, vision = with_images([*prompt, *response], images), self.vision
         assert vision is not None
-        for name in dict.fromkeys(names_in(whole)):
+        for name in dict.fromkeys(names_in(messages)):
             vision.expansion(name)
         where = place(self.source.path, line)
-        for message in whole:
+        for message in messages:
             if message["role"] == "assistant" and names_in([message]):
                 raise UserError(f"{where}: an assistant's message has an image; models say text: move it to a user's")
-        rest = whole[len(prompt) :]
-        return replace(example, prompt=whole[: len(prompt)], response=rest if response else example.response)
+        rest = messages[len(prompt) :]
+        return replace(example, prompt=messages[: len(prompt)], response=rest if response else example.response)
 
     def _example(self, record: Record, line: int) -> Example:
         """Make an example from a record of JSON values.
@@ -338,12 +338,12 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of
     these. Raises UserError if there is no such turn, or no message before it.
     """
-    found = find_required(where, "response", field, record)
-    if isinstance(found, list) and found and not is_answer(found[0]) and isinstance(found[0], dict):
-        messages, least = with_system(record, found, check_messages(where, field, found)), 0
+    given = find_required(where, "response", field, record)
+    if isinstance(given, list) and given and not is_answer(given[0]) and isinstance(given[0], dict):
+        messages, least = with_system(record, given, check_messages(where, field, given)), 0
     else:
         prompt = prompt_of(source, record, where)
-        response = check_response(where, field, found)
+        response = check_response(where, field, given)
         if isinstance(response, str):
             return prompt, response, 0
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -426,8 +426,8 @@ def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:
-        found = "empty" if prompt in ("", []) else kind_of(prompt)
-        raise UserError(f"{where}: {field!r} is {found}; write text, or a list of messages {{role, content}}")
+        kind = "empty" if prompt in ("", []) else kind_of(prompt)
+        raise UserError(f"{where}: {field!r} is {kind}; write text, or a list of messages {{role, content}}")
     return with_system(record, prompt, check_messages(where, field, prompt))
 
 
@@ -472,11 +472,11 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
         with located(f"{where}: message {number} of {field!r}"):
             if isinstance(message.get("from"), str) and "role" not in message:
                 message = sharegpt_message(message)
-            found = normal_message(message)
-            is_trained(found)
-        if message.get("content") is None and not found.get("tool_calls"):
-            found.pop("content")
-        content = found.get("content")
+            message_kept = normal_message(message)
+            is_trained(message_kept)
+        if message.get("content") is None and not message_kept.get("tool_calls"):
+            message_kept.pop("content")
+        content = message_kept.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         if others := sorted({str(part.get("type")) for part in parts} - {"text", IMAGE}):
             raise UserError(
@@ -487,10 +487,10 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
             raise UserError(f"{where}: a part of message {number} of {field!r} has no text; write {{type, text}}")
         has_images = len(parts) and len(parts) == len(content or ()) and any(part["type"] == IMAGE for part in parts)
         for key in ("role",) if has_images else ("role", "content"):
-            if not isinstance(found.get(key), str):
-                said = f"is {kind_of(found[key])}" if found.get(key) is not None else "is missing"
+            if not isinstance(message_kept.get(key), str):
+                said = f"is {kind_of(message_kept[key])}" if message_kept.get(key) is not None else "is missing"
                 raise UserError(f"{where}: {key!r} of message {number} of {field!r} {said}; write text")
-        normal.append(found)
+        normal.append(message_kept)
     return normal
 
 

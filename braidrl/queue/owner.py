@@ -47,7 +47,7 @@ class StorageNode:
         self.data.address = self.server.address
 
     def place(self) -> Place:
-        """Return the description of this node for its processes."""
+        """Return what this node's processes need to read and write its payload."""
         return Place(self.data.host, self.run, self.server.address, self.storage)
 
     def close(self) -> None:

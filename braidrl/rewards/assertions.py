@@ -87,17 +87,17 @@ class Names(dict[str, Any]):
         self.ask, self.entry, self.asserted, self.foreign = ask, entry, 0, False
         self.subjects, known = named_under_test(imports.tree, entry, imports.names)
         self.pytest = Pytest()
-        own = {"__import__": self.imported, "isinstance": self.is_instance}
-        self.update(known, __name__=MODULE, __builtins__=vars(builtins) | own)
+        builtin = {"__import__": self.imported, "isinstance": self.is_instance}
+        self.update(known, __name__=MODULE, __builtins__=vars(builtins) | builtin)
         self.update({COUNT: self.count, IS: self.same, TYPE: self.type_of})
 
     def __missing__(self, name: str) -> Any:
         if name == "candidate" and self.entry:
             name = self.entry
         if name in self.subjects:
-            found = self.subject(name)
-            if found is not None:
-                return found
+            value = self.subject(name)
+            if value is not None:
+                return value
         if name in self["__builtins__"]:
             return self["__builtins__"][name]
         raise NameError(f"name {name!r} is not defined")
@@ -105,17 +105,17 @@ class Names(dict[str, Any]):
     def subject(self, name: str) -> Any:
         """Return a function or class of the program; None if it has none of that name."""
         try:
-            found = self.ask("name", None, name)
+            answer = self.ask("name", None, name)
         except KeyError:
             module = self.imports.names.get(name, "")
             if module.partition(".")[0] in ("", *PLACEHOLDERS):
                 return None
             reason = f"a test cannot run here: no module {module!r}, and the program defines no {name}"
             raise Stopped(ValueError(reason)) from None
-        if not isinstance(found, Foreign | type):
+        if not isinstance(answer, Foreign | type):
             raise Stopped(ValueError(f"the test uses {name}, a value that only the program defines"))
         self.foreign = True
-        return found
+        return answer
 
     def count(self) -> None:
         self.asserted += 1
@@ -152,12 +152,16 @@ class Counted(ast.NodeTransformer):
         if isinstance(node, ast.Try) and any(asserting(part) for part in ast.walk(node) if isinstance(part, ast.stmt)):
             for handler in node.handlers:
                 handler.body.insert(0, counting())
-        found = self.generic_visit(node)
-        if isinstance(found, ast.Compare) and len(found.ops) == 1 and isinstance(found.ops[0], ast.Is | ast.IsNot):
-            found = compared(found)
-        elif isinstance(found, ast.Call) and len(found.args) == 1 and ast.unparse(found.func) == "type":
-            found.func = ast.Name(TYPE, ast.Load())
-        return [counting(), found] if asserts else found
+        visited = self.generic_visit(node)
+        if (
+            isinstance(visited, ast.Compare)
+            and len(visited.ops) == 1
+            and isinstance(visited.ops[0], ast.Is | ast.IsNot)
+        ):
+            visited = compared(visited)
+        elif isinstance(visited, ast.Call) and len(visited.args) == 1 and ast.unparse(visited.func) == "type":
+            visited.func = ast.Name(TYPE, ast.Load())
+        return [counting(), visited] if asserts else visited
 
 
 def counting() -> ast.stmt:
@@ -218,10 +222,10 @@ def awaited(call: Callable[[], Any]) -> Callable[[], Any]:
     """Return a call that also runs what a coroutine function returns."""
 
     def run() -> None:
-        found = call()
-        if inspect.iscoroutine(found):
+        result = call()
+        if inspect.iscoroutine(result):
             import asyncio  # here: few tests need it, and each call of a verifier would pay for it
 
-            asyncio.run(found)
+            asyncio.run(result)
 
     return run

@@ -64,7 +64,7 @@ def cases_of(answer: Any, example: Mapping[str, Any] | None = None) -> list[Case
     if not isinstance(answer, list) or not answer:
         raise ValueError("the reference answer holds no tests")
     setup = "\n".join(map(joined, (fields[key] for key in SETUP if fields.get(key))))
-    return [case_of(one, entry, setup) for one in answer]
+    return [case_of(test, entry, setup) for test in answer]
 
 
 def read(answer: Any) -> Any:
@@ -89,7 +89,7 @@ def listed(answer: Mapping[str, Any]) -> Any:
         inputs, outputs = answer.get("inputs") or [], answer.get("outputs") or []
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise ValueError("the tests' `inputs` and `outputs` are no lists of one length")
-        return [{"input": one, "output": out} for one, out in zip(inputs, outputs, strict=True)]
+        return [{"input": given, "output": out} for given, out in zip(inputs, outputs, strict=True)]
     if "input" in answer and "output" in answer:
         return [dict(answer)]
     for key in TESTS:
@@ -98,21 +98,23 @@ def listed(answer: Mapping[str, Any]) -> Any:
     raise ValueError(f"the reference answer has no tests: write `inputs` and `outputs`, or one of {', '.join(TESTS)}")
 
 
-def case_of(one: Any, entry: str, setup: str) -> Case:
+def case_of(test: Any, entry: str, setup: str) -> Case:
     """Return one test. Raises ValueError for a form that is not known."""
-    if isinstance(one, str):
-        text = f"{setup}\n{one}" if setup else one
+    if isinstance(test, str):
+        text = f"{setup}\n{test}" if setup else test
         if not any(asserting(node) for node in ast.walk(parsed(text)) if isinstance(node, ast.stmt)):
-            raise ValueError(f"a test that asserts nothing: {one[:80]!r}")
+            raise ValueError(f"a test that asserts nothing: {test[:80]!r}")
         return Asserted(text, entry)
-    if not isinstance(one, dict) or "input" not in one or "output" not in one:
-        raise ValueError(f"a test has `input` and `output`, or is a text of asserts, not {str(one)[:80]}")
-    given, expected = one["input"], one["output"]
-    function = next((str(one[key]) for key in ENTRY if one.get(key)), entry)
-    if function and one.get("testtype", "functional") != "stdin":
+    if not isinstance(test, dict) or "input" not in test or "output" not in test:
+        raise ValueError(f"a test has `input` and `output`, or is a text of asserts, not {str(test)[:80]}")
+    given, expected = test["input"], test["output"]
+    function = next((str(test[key]) for key in ENTRY if test.get(key)), entry)
+    if function and test.get("testtype", "functional") != "stdin":
         return Called(function, arguments_of(given), value_of(expected))
     if not isinstance(given := joined(given), str) or not isinstance(expected := joined(expected), str):
-        raise ValueError(f"a test has texts as `input` and `output`, or names its function in fn_name: {str(one)[:80]}")
+        raise ValueError(
+            f"a test has texts as `input` and `output`, or names its function in fn_name: {str(test)[:80]}"
+        )
     return Printed(given, expected)
 
 
@@ -141,7 +143,7 @@ def value_of(text: Any) -> Any:
 
 def joined(lines: Any) -> Any:
     """Return a list of lines as one text, anything else unchanged."""
-    return "\n".join(lines) if isinstance(lines, list) and all(isinstance(one, str) for one in lines) else lines
+    return "\n".join(lines) if isinstance(lines, list) and all(isinstance(line, str) for line in lines) else lines
 
 
 def parsed(text: str) -> ast.Module:

@@ -96,8 +96,10 @@ class Peer:
 
     def ask(self, verb: str, on: Any = None, name: str = "", *given: Any, **named: Any) -> Any:
         """Return the other end's answer, and answer what it asks meanwhile; raise what it raises."""
-        sent = [self.encoded(one) for one in given]
-        self.send({"ask": [verb, self.encoded(on), name, sent, {key: self.encoded(one) for key, one in named.items()}]})
+        sent = [self.encoded(value) for value in given]
+        self.send(
+            {"ask": [verb, self.encoded(on), name, sent, {key: self.encoded(value) for key, value in named.items()}]}
+        )
         while "ask" in (said := self.receive()):
             self.send(self.answer(said["ask"]))
         if "error" in said:
@@ -152,8 +154,8 @@ class Peer:
         line = self.answered.readline()
         if not line:
             os._exit(0)
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def keep(self, value: Any) -> int:
         """Return the number of one of this end's values, always the same one."""
@@ -282,7 +284,7 @@ class Peer:
         try:
             return {
                 "error": self.described(type(error)),
-                "arguments": [self.encoded(one) for one in error.args],
+                "arguments": [self.encoded(argument) for argument in error.args],
                 "text": str(error)[:200],
                 "instance": self.keep(error),
             }
@@ -293,7 +295,7 @@ class Peer:
         """Return an exception of the other end."""
         kind = self.exception(said["error"])
         try:
-            error = kind(*(self.decoded(one) for one in said["arguments"]))
+            error = kind(*(self.decoded(argument) for argument in said["arguments"]))
         except (TypeError, ValueError):
             error = kind(str(said.get("text")))
         error._foreign = self.foreign(self, int(said["instance"]))  # type: ignore[attr-defined]
@@ -416,7 +418,7 @@ class ProgramPeer(Peer):
     caught = (BaseException,)
 
     def serve(self, names: dict[str, Any]) -> None:
-        """Answer until the test's end is gone."""
+        """Answer requests until the test's process closes the connection."""
         self.names = names
         while True:
             said = self.answer(self.receive()["ask"])
@@ -427,7 +429,7 @@ class ProgramPeer(Peer):
         if verb == "name":
             return self.names[name]
         if verb == "functions":
-            return [key for key, one in self.names.items() if type(one).__name__ == "function"]
+            return [key for key, value in self.names.items() if type(value).__name__ == "function"]
         if verb == "await":
             import asyncio
 
@@ -444,10 +446,10 @@ class ProgramPeer(Peer):
         import importlib
 
         module, _, path = name.partition(".")
-        found = importlib.import_module(module)
+        loaded = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
-        return found
+            loaded = getattr(loaded, part)
+        return loaded
 
     def dataclass(self, name: str) -> Any:
         return self.names.get(name)

@@ -41,7 +41,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
     if isinstance(answer := alternatives(answer), list):
         if not answer:
             raise ValueError("the reference answer is an empty list")
-        return any(equivalent(response, one, boxed=boxed) for one in answer)
+        return any(equivalent(response, accepted, boxed=boxed) for accepted in answer)
     response, text = readable(response), readable(str(answer).strip())
     marked = re.search(r"\\boxed|(?<!\\)\$|\\\[|\\\(", text)
     # Without delimiters only plain numbers are found: 2 in 2\sqrt{3}.
@@ -60,14 +60,14 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
             joined += 1
         members = len(gold[0].args) if type(gold[0]).__name__ == "FiniteSet" else joined
         given = [" and ".join(f"\\boxed{{{box}}}" for box, _, _ in boxes[-count:]) for count in {joined, members}]
-    return any(equal(gold, parse(one, parsing_timeout=None)) for one in given)
+    return any(equal(gold, parse(accepted, parsing_timeout=None)) for accepted in given)
 
 
 def readable(text: str) -> str:
     """Return a text with its thousands joined, and its repeating decimals as fractions."""
 
-    def fraction(found: re.Match[str]) -> str:
-        before, after, again = found.groups()
+    def fraction(match: re.Match[str]) -> str:
+        before, after, again = match.groups()
         below = 10 ** len(after) * (10 ** len(again) - 1)
         return rf"\frac{{{int(before + after + again) - int(before + after or 0)}}}{{{below}}}"
 
@@ -76,8 +76,8 @@ def readable(text: str) -> str:
 
 def base_of(parsed: Any) -> str | None:
     """Return the base that a parsed number was written in; None if it has none."""
-    found = BASE.fullmatch(parsed[-1]) if parsed and isinstance(parsed[-1], str) else None
-    return found and found[1]
+    match = BASE.fullmatch(parsed[-1]) if parsed and isinstance(parsed[-1], str) else None
+    return match and match[1]
 
 
 def alternatives(answer: Any) -> Any:
@@ -98,14 +98,14 @@ def equal(gold: Any, given: Any) -> bool:
     """
     if len({base_of(gold), base_of(given)} - {None}) > 1:
         return False
-    one, other = (parts[0] if parts and isinstance(parts[0], sympy.Expr) else None for parts in (gold, given))
+    expected, answered = (parts[0] if parts and isinstance(parts[0], sympy.Expr) else None for parts in (gold, given))
     right = verify(gold, given, timeout_seconds=None)
-    if one is None or other is None:
+    if expected is None or answered is None:
         return bool(right)
     if right:
-        exact = all(part.is_number and not part.has(sympy.Float) for part in (one, other))
-        return not exact or not all(map(is_small, (one, other))) or near(one, other)
-    return equal_complex(one, other) or equal_where_real(one, other)
+        exact = all(part.is_number and not part.has(sympy.Float) for part in (expected, answered))
+        return not exact or not all(map(is_small, (expected, answered))) or near(expected, answered)
+    return equal_complex(expected, answered) or equal_where_real(expected, answered)
 
 
 def is_small(number: Any) -> bool:
@@ -113,28 +113,29 @@ def is_small(number: Any) -> bool:
     return bool((abs(sympy.N(number.doit(), 15)) < SMALL) == True)  # noqa: E712 (sympy's truth)
 
 
-def near(one: Any, other: Any) -> bool:
+def near(expected: Any, answered: Any) -> bool:
     """Return whether two numbers agree to a relative difference of `AGREE`."""
-    one, other = one.doit(), other.doit()
-    return bool(one == other or (abs(sympy.N(one - other, 15)) <= AGREE * abs(sympy.N(one, 15))) == True)  # noqa: E712
+    expected, answered = expected.doit(), answered.doit()
+    difference, bound = abs(sympy.N(expected - answered, 15)), AGREE * abs(sympy.N(expected, 15))
+    return bool(expected == answered or (difference <= bound) == True)  # noqa: E712 (sympy's truth)
 
 
-def equal_complex(one: Any, other: Any) -> bool:
+def equal_complex(expected: Any, answered: Any) -> bool:
     """Return whether two expressions, of which one has the letter i, are one complex number."""
-    units = {symbol: sympy.I for symbol in one.free_symbols | other.free_symbols if symbol.name == "i"}
-    one, other = one.subs(units), other.subs(units)
-    return bool(units) and one.is_number and other.is_number and near(one, other)
+    units = {symbol: sympy.I for symbol in expected.free_symbols | answered.free_symbols if symbol.name == "i"}
+    expected, answered = expected.subs(units), answered.subs(units)
+    return bool(units) and expected.is_number and answered.is_number and near(expected, answered)
 
 
-def equal_where_real(one: Any, other: Any) -> bool:
+def equal_where_real(expected: Any, answered: Any) -> bool:
     """Return whether two expressions of the same symbols have one value at several points at which both are real."""
-    symbols = sorted(one.free_symbols, key=str)
-    if not symbols or one.free_symbols != other.free_symbols or len(symbols) > MOST_SYMBOLS:
+    symbols = sorted(expected.free_symbols, key=str)
+    if not symbols or expected.free_symbols != answered.free_symbols or len(symbols) > MOST_SYMBOLS:
         return False
     compared = 0
     for values in itertools.islice(itertools.permutations(POINTS, len(symbols)), MOST_POINTS):
         at = dict(zip(symbols, values, strict=True))
-        first, second = (sympy.N(part.subs(at), 15) for part in (one, other))
+        first, second = (sympy.N(part.subs(at), 15) for part in (expected, answered))
         if first.is_real and second.is_real:
             compared += 1
             if not near(first, second):

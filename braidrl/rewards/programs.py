@@ -163,11 +163,13 @@ def returns(peer: "TestPeer", case: Called) -> bool:
             function = peer.ask("name", None, case.function)
         except KeyError:
             function = getattr(peer.ask("name", None, "Solution")(), case.function)
-        found = as_lists(function(*case.arguments))
+        result = as_lists(function(*case.arguments))
     except Exception:
         return False
     expected = as_lists(case.expected)
-    return bool(found == expected) or (isinstance(expected, list) and len(expected) == 1 and bool(found == expected[0]))
+    return bool(result == expected) or (
+        isinstance(expected, list) and len(expected) == 1 and bool(result == expected[0])
+    )
 
 
 def as_lists(value: Any) -> Any:
@@ -237,7 +239,7 @@ class TestPeer(Peer):
         """
         steps = verb == "next" or (verb == "method" and name == "__iter__")
         if verb == "operator":
-            allowed = name in COMPUTED and any(is_of_test(one) for one in given)
+            allowed = name in COMPUTED and any(is_of_test(value) for value in given)
         elif verb == "call" or (steps and isinstance(on, Iterator)):
             allowed = True
         else:
@@ -250,8 +252,8 @@ class TestPeer(Peer):
         """Return what stands for a value of the test; a type or function of the standard library goes by its name."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if isinstance(value, type | BuiltinFunctionType | FunctionType) and str(module).partition(".")[0] in KNOWN:
-            found = sys.modules.get(str(module))
-            if "." not in str(module) and getattr(found, name, None) is value:
+            module_found = sys.modules.get(str(module))
+            if "." not in str(module) and getattr(module_found, name, None) is value:
                 return {"standard": f"{module}.{name}"}
         return super().reference(value)
 
@@ -300,7 +302,7 @@ class Kept(Foreign):
 
     def __contains__(self, value: Any) -> bool:
         try:
-            return any(value is one or value == one for one in self)
+            return any(value is element or value == element for element in self)
         except TypeError:
             self._stays()
 

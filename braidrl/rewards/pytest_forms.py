@@ -31,13 +31,13 @@ class Raised:
 
 @contextmanager
 def expecting(kind: Any, match: str | None = None) -> Iterator[Raised]:
-    found = Raised()
+    raised = Raised()
     try:
-        yield found
+        yield raised
     except kind as error:
-        found.value = error
+        raised.value = error
         if match is not None:
-            found.match(match)
+            raised.match(match)
     else:
         raise AssertionError(f"no {kind} was raised")
 
@@ -46,9 +46,9 @@ def raises(kind: Any, *call: Any, match: str | None = None, **named: Any) -> Any
     """Expect an exception in a `with` block, or in a call."""
     if not call:
         return expecting(kind, match)
-    with expecting(kind, match) as found:
+    with expecting(kind, match) as raised:
         call[0](*call[1:], **named)
-    return found
+    return raised
 
 
 class Approx:
@@ -64,23 +64,23 @@ class Approx:
     def __eq__(self, other: Any) -> bool:
         return self._near(self.expected, other)
 
-    def _near(self, expected: Any, other: Any) -> bool:
-        expected, other = (one.tolist() if hasattr(type(one), "tolist") else one for one in (expected, other))
+    def _near(self, expected: Any, actual: Any) -> bool:
+        expected, actual = (one.tolist() if hasattr(type(one), "tolist") else one for one in (expected, actual))
         if isinstance(expected, Mapping):
-            same = isinstance(other, Mapping) and expected.keys() == other.keys()
-            return same and all(self._near(value, other[key]) for key, value in expected.items())
+            same = isinstance(actual, Mapping) and expected.keys() == actual.keys()
+            return same and all(self._near(value, actual[key]) for key, value in expected.items())
         if isinstance(expected, list | tuple):
-            same = isinstance(other, list | tuple) and len(expected) == len(other)
-            return same and all(map(self._near, expected, other))
-        if isinstance(expected, str | bool | None) or isinstance(other, str | bool | None):
-            return bool(expected == other)
-        if expected == other:
+            same = isinstance(actual, list | tuple) and len(expected) == len(actual)
+            return same and all(map(self._near, expected, actual))
+        if isinstance(expected, str | bool | None) or isinstance(actual, str | bool | None):
+            return bool(expected == actual)
+        if expected == actual:
             return True
-        if any(map(math.isnan, (abs(expected), abs(other)))):
-            return self.nan_ok and math.isnan(abs(expected)) and math.isnan(abs(other))
+        if any(map(math.isnan, (abs(expected), abs(actual)))):
+            return self.nan_ok and math.isnan(abs(expected)) and math.isnan(abs(actual))
         relative = (0.0 if self.abs is not None else 1e-6) if self.rel is None else self.rel
         near = max(relative * abs(expected), 1e-12 if self.abs is None else self.abs)
-        return not math.isinf(abs(other)) and bool(abs(expected - other) <= near)
+        return not math.isinf(abs(actual)) and bool(abs(expected - actual) <= near)
 
 
 class Marks:
@@ -149,12 +149,12 @@ def called_in_class(kind: type, name: str, values: dict[str, Any], defined: Mapp
         if hasattr(instance, prepare):
             function = getattr(instance, prepare)
             function(*[getattr(instance, name)] * len(inspect.signature(function).parameters))
-    own = {key: getattr(instance, key) for key, one in vars(kind).items() if hasattr(one, "braid_fixture")}
-    found = called(getattr(instance, name), values, {**defined, **own})
+    fixtures = {key: getattr(instance, key) for key, member in vars(kind).items() if hasattr(member, "braid_fixture")}
+    result = called(getattr(instance, name), values, {**defined, **fixtures})
     if hasattr(instance, "teardown_method"):
         function = instance.teardown_method
         function(*[getattr(instance, name)] * len(inspect.signature(function).parameters))
-    return found
+    return result
 
 
 def called(test: Callable[..., Any], values: dict[str, Any], defined: Mapping[str, Any]) -> Any:
@@ -169,8 +169,8 @@ def made(name: str, defined: Mapping[str, Any]) -> Any:
     source: Any = defined.get(name)
     if not hasattr(source, "braid_fixture"):
         raise ImportError(f"the test asks for a fixture {name!r}, and defines none")
-    found = called(source, {}, defined)
-    return next(found) if inspect.isgenerator(found) else found
+    value = called(source, {}, defined)
+    return next(value) if inspect.isgenerator(value) else value
 
 
 def parameters(marks: Any) -> Iterator[dict[str, Any]]:

@@ -151,7 +151,7 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
 
 
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
-    """Return a run with sizes that fit its devices' memory, except where configured, and a line about them.
+    """Fill in the sizes that the configuration leaves open by the devices' memory; also return a line about them.
 
     `memory` are the bytes of a device that the run may use; None without a CUDA device, where only `rollout.slots=auto`
     is chosen.

@@ -196,8 +196,8 @@ class SandboxedCopies:
         for stream in (1, 2):
             os.dup2(printed, stream)
         # First: with many copies the host has more descriptors than the limit of one copy.
-        own = {0, 1, 2, session.fileno(), self.sender.fileno(), *(self.imported or ())}
-        for number in set(map(int, os.listdir("/proc/self/fd"))) - own:
+        kept = {0, 1, 2, session.fileno(), self.sender.fileno(), *(self.imported or ())}
+        for number in set(map(int, os.listdir("/proc/self/fd"))) - kept:
             with contextlib.suppress(OSError):  # the descriptor of the list itself
                 os.close(number)
         if self.isolated:
@@ -301,9 +301,9 @@ class SandboxedCopies:
                 own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
         socket_count, pipe_count = buffered([f"{root}/proc/{process}" for process in processes])
         own += socket_count * limits.socket_bytes + pipe_count * PIPE_BYTES
-        for place in limits.fresh:
+        for folder in limits.fresh:
             with contextlib.suppress(OSError):
-                files = os.statvfs(root + place)
+                files = os.statvfs(root + folder)
                 own += (files.f_blocks - files.f_bfree) * files.f_frsize + (files.f_files - files.f_ffree) * INODE_BYTES
         if own + mapped > limits.memory_bytes:  # otherwise shared memory cannot exceed the limit
             found = shared_memory([f"{root}/proc/{process}/maps" for process in processes])
@@ -317,19 +317,19 @@ def enter_namespaces(limits: SandboxLimits) -> None:
     """Enter this copy's own namespaces, mount its own empty folders and processes there, and drop all capabilities."""
     checked(LIBC.unshare(NEW_MOUNTS | NEW_IPC | (0 if limits.network else NEW_NETWORK)))
     checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
-    kept = [(place, os.open(place, os.O_PATH)) for place in limits.kept]
+    kept = [(folder, os.open(folder, os.O_PATH)) for folder in limits.kept]
     size = f"size={min(SCRATCH_BYTES, limits.memory_bytes)},nr_inodes={SCRATCH_FILES},mode=1777".encode()
-    for place in limits.fresh:
-        checked(LIBC.mount(b"none", place.encode(), b"tmpfs", MS_RESTRICTED, size))
-    for place, descriptor in kept:
+    for folder in limits.fresh:
+        checked(LIBC.mount(b"none", folder.encode(), b"tmpfs", MS_RESTRICTED, size))
+    for folder, descriptor in kept:
         source = f"/proc/self/fd/{descriptor}"
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            os.makedirs(place, exist_ok=True)
-            checked(LIBC.mount(source.encode(), place.encode(), None, MS_BIND | MS_RECURSIVE, None))
+            os.makedirs(folder, exist_ok=True)
+            checked(LIBC.mount(source.encode(), folder.encode(), None, MS_BIND | MS_RECURSIVE, None))
         else:
             # A file of code lies in memory and has no name any more, so it cannot be mounted: the call gets a copy.
-            os.makedirs(os.path.dirname(place), exist_ok=True)
-            with open(source, "rb") as kept_file, open(place, "wb") as copy:
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+            with open(source, "rb") as kept_file, open(folder, "wb") as copy:
                 copy.write(kept_file.read())
         os.close(descriptor)
     os.chdir(os.getcwd())  # otherwise it stays in the folder below the mount
@@ -347,17 +347,17 @@ def shared_memory(maps: list[str]) -> int | None:
 
     They count by size: pages that an ended process touched stay allocated, but appear in no resident count.
     """
-    found, count = dict[str, int](), 0
-    for place in maps:
-        with contextlib.suppress(OSError), open(place) as lines:
+    sizes, count = dict[str, int](), 0
+    for path in maps:
+        with contextlib.suppress(OSError), open(path) as lines:
             for line in lines:
                 if (count := count + 1) > MAPPINGS:
                     return None
                 if "/dev/zero (deleted)" in line:
                     (first, _, last), offset, inode = line.split()[0].partition("-"), line.split()[2], line.split()[4]
                     end = int(last, 16) - int(first, 16) + int(offset, 16)
-                    found[inode] = max(found.get(inode, 0), end)
-    return sum(found.values())
+                    sizes[inode] = max(sizes.get(inode, 0), end)
+    return sum(sizes.values())
 
 
 def buffered(processes: list[str]) -> tuple[int, int]:

@@ -82,21 +82,21 @@ class HostSession:
         late: Message = {"failure": "timeout", "detail": f"no answer within {host.limits.seconds:g} s"}
         try:
             async with asyncio.timeout(host.limits.seconds):
-                found = await self._next(request)
+                answer = await self._next(request)
         except TimeoutError:
-            found = None
-        if found is None and host.isolated:
+            answer = None
+        if answer is None and host.isolated:
             self._end.shutdown(socket.SHUT_WR)  # makes the host end the copy
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWERING_S):
-                    found = await self._next()
-                found = late if "failure" in found else found  # the answer may be there already
-        if found is None:
+                    answer = await self._next()
+                answer = late if "failure" in answer else answer  # the answer may be there already
+        if answer is None:
             # Either the host is stuck, or this call blocks it.
             await asyncio.get_running_loop().run_in_executor(None, host.kill, self._process)
-            found = late | {"again": host.isolated}
-        self.ready = "failure" not in found
-        return found
+            answer = late | {"again": host.isolated}
+        self.ready = "failure" not in answer
+        return answer
 
     async def _next(self, request: bytes = b"") -> Message:
         """Send a request, and return the next answer, or the failure of a call whose answer is too long or whose host
@@ -252,9 +252,9 @@ class CodeHost:
                 self.kill(process)  # the next call starts another
                 how = process.describe_end() if process else "it was not started"
                 return {"failure": "died", "detail": f"its process died: {how}", "again": True}
-            found = checked_answer(line)
-            if "failure" in found:
-                return found
+            answer = checked_answer(line)
+            if "failure" in answer:
+                return answer
             self.loaded.add(argument)
             return {}
 

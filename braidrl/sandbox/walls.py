@@ -71,21 +71,21 @@ class CodeFiles:
     @staticmethod
     def beside(file: Path | None) -> "CodeFiles":
         """Return the Python files beside `file`, without files of installed packages, which do not change."""
-        if file is None or not file.is_file() or any(file.is_relative_to(place) for place in python_places()):
+        if file is None or not file.is_file() or any(file.is_relative_to(folder) for folder in python_places()):
             return CodeFiles()
-        found, taken = CodeFiles(file.parent), 0
-        for one in [file, *sorted(set(file.parent.glob("*.py")) - {file})][:CODE_FILES]:
+        files, taken = CodeFiles(file.parent), 0
+        for path in [file, *sorted(set(file.parent.glob("*.py")) - {file})][:CODE_FILES]:
             try:
-                text = one.read_bytes()
+                text = path.read_bytes()
             except OSError:
                 continue
             if (taken := taken + len(text)) > CODE_BYTES:
                 break
-            descriptor = os.memfd_create(one.name)
+            descriptor = os.memfd_create(path.name)
             with open(descriptor, "wb", closefd=False) as memory:
                 memory.write(text)
-            found.descriptors[one] = descriptor
-        return found
+            files.descriptors[path] = descriptor
+        return files
 
     def close(self) -> None:
         while self.descriptors:
@@ -94,14 +94,14 @@ class CodeFiles:
 
 def python_places(python: str = sys.executable) -> set[Path]:
     """Return the folders of this interpreter, of `python`, and of this package."""
-    other = Path(os.path.abspath(python))
+    started = Path(os.path.abspath(python))
     return {
         Path(sys.prefix),
         Path(sys.base_prefix),
-        other.parents[1],
-        other.resolve().parents[1],
+        started.parents[1],
+        started.resolve().parents[1],
         PACKAGE,
-        *(Path(place).resolve() for place in sys.path if place.endswith(("site-packages", "dist-packages"))),
+        *(Path(folder).resolve() for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))),
     } - {Path("/"), Path("/usr")}
 
 

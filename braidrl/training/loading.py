@@ -288,14 +288,14 @@ def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
 
     Raises UserError for sizes that its image processor does not take.
     """
-    found = _vision(path, images)
-    return found if isinstance(found, Vision) else None
+    vision = _vision(path, images)
+    return vision if isinstance(vision, Vision) else None
 
 
 def blind_because(path: Path, images: ImagesConfig) -> str:
     """Return why a model sees no images; empty text if it does."""
-    found = _vision(path, images)
-    return found if isinstance(found, str) else ""
+    vision = _vision(path, images)
+    return vision if isinstance(vision, str) else ""
 
 
 @lru_cache(maxsize=8)
@@ -456,11 +456,11 @@ def read_model_config(path: str | Path) -> Any:
     """Read a model's config.json, without weights. Raises UserError as `load_decoder`."""
     folder = _model_folder(path)
     path = folder / "config.json"
-    whole = read_object(path)
+    settings = read_object(path)
     # Invalid or inconsistent sizes of the model or of its parts are refused before a model is built.
     for about in (
-        whole,
-        *(part for part in whole.values() if isinstance(part, dict) and {"hidden_size", "rope_theta"} & set(part)),
+        settings,
+        *(part for part in settings.values() if isinstance(part, dict) and {"hidden_size", "rope_theta"} & set(part)),
     ):
         for name, most in SIZES.items():
             value = about.get(name, 1)
@@ -493,13 +493,13 @@ def read_model_config(path: str | Path) -> Any:
         config = deepcopy(_parsed_config(folder, path.read_bytes()))
     except Exception as error:
         remedy = ""
-        if whole.get("model_type") not in CONFIG_MAPPING:
+        if settings.get("model_type") not in CONFIG_MAPPING:
             remedy = (
-                f"; transformers {transformers.__version__} has no model_type {shown(whole.get('model_type'))}: "
+                f"; transformers {transformers.__version__} has no model_type {shown(settings.get('model_type'))}: "
                 "install a version that has it (code beside a model is not run)"
             )
         raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}{remedy}") from error
-    check_own_code(folder, whole, config)
+    check_own_code(folder, settings, config)
     if random := disable_dropout(config):
         logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
     return config
@@ -510,8 +510,8 @@ def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> No
     classes = settings.get("auto_map")
     if not isinstance(classes, dict) or not classes:
         return
-    own = [value for key, value in classes.items() if key.startswith("AutoModel")]
-    named = [str(name).rpartition(".")[2] for name in (*(settings.get("architectures") or ()), *own)]
+    classes_of_its_own = [value for key, value in classes.items() if key.startswith("AutoModel")]
+    named = [str(name).rpartition(".")[2] for name in (*(settings.get("architectures") or ()), *classes_of_its_own)]
     strange = [name for name in named if not hasattr(transformers, name)]
     if strange:
         raise UserError(
@@ -538,10 +538,10 @@ def _parsed_config(folder: Path, text: bytes) -> Any:
 
 def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     """Return the object in a JSON file of a model's folder. Raises UserError for anything else."""
-    found = read_json(path, most_bytes, finite=False)
-    if not isinstance(found, dict):
+    settings = read_json(path, most_bytes, finite=False)
+    if not isinstance(settings, dict):
         raise UserError(f"{path} holds no object; copy the whole model")
-    return found
+    return settings
 
 
 def named_error(error: BaseException) -> str:

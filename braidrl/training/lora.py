@@ -126,13 +126,13 @@ def stacks_of(model: nn.Module) -> dict[str, list[tuple[Any, str]]]:
     """Return the stacked matrices (E, out, in) of a model's experts by their target name, such as
     `experts.gate_up_proj`: their modules and their names there.
     """
-    found: dict[str, list[tuple[Any, str]]] = {}
+    stacks: dict[str, list[tuple[Any, str]]] = {}
     for title, module in model.named_modules():
         # Experts that transformers computes one by one cannot have adapters here.
         for name, parameter in module.named_parameters(recurse=False) if hasattr(module, "has_gate") else ():
             if parameter.dim() == 3:
-                found.setdefault(f"{title.rpartition('.')[2]}.{name}", []).append((module, name))
-    return found
+                stacks.setdefault(f"{title.rpartition('.')[2]}.{name}", []).append((module, name))
+    return stacks
 
 
 def add_to_stack(module: Any, name: str, lora: LoraConfig) -> None:
@@ -220,14 +220,14 @@ def adapters_of(named: Mapping[str, T]) -> dict[str, T]:
 
 def read_adapters(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return the tensors of a file in peft's format, factors of stacked matrices in the model's `shapes`."""
-    found = load_file(path)
-    for name, tensor in found.items():
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
         shape = shapes.get(name, tensor.shape)
         if len(shape) == 3 and tensor.dim() == 2 and tensor.numel() == shape.numel():
             is_up = f".{UP}." in name
             experts, *sizes = shape
-            found[name] = tensor.view(*sizes, experts).movedim(-1, 0) if is_up else tensor.view(shape)
-    return found
+            tensors[name] = tensor.view(*sizes, experts).movedim(-1, 0) if is_up else tensor.view(shape)
+    return tensors
 
 
 class StackFactor:
@@ -241,8 +241,8 @@ class StackFactor:
 
     def merged_part(self, box: Box | None = None) -> Tensor:
         """Return the factor, or a block of it; all ranks that shard it call this at the same time."""
-        whole = full_tensor(self.factor)
-        return (box or self.box).of((whole.movedim(0, -1) if self.is_up else whole).reshape(self.shape))
+        full = full_tensor(self.factor)
+        return (box or self.box).of((full.movedim(0, -1) if self.is_up else full).reshape(self.shape))
 
 
 def adapter_parts(model: nn.Module) -> dict[str, WeightPart]:
@@ -366,23 +366,23 @@ class AdaptedStack:
 
 def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted | AdaptedStack]:
     """Return a module's tensors by their names without adapters; adapted weights come with their adapters."""
-    found: dict[str, Tensor | Adapted | AdaptedStack] = {}
+    weights: dict[str, Tensor | Adapted | AdaptedStack] = {}
     for name, tensor in named.items():
-        layer, _, own = name.partition(".base_layer.")
+        layer, _, name_in_layer = name.partition(".base_layer.")
         module, _, leaf = name.rpartition(".")
-        if own in ("weight", "codes"):
+        if name_in_layer in ("weight", "codes"):
             product: Any = model.get_submodule(layer)
             down, up = product.lora_A[NAME].weight, product.lora_B[NAME].weight
-            found[f"{layer}.weight"] = Adapted(product.base_layer, down, up, float(product.scaling[NAME]))
-        elif own == "scales":
+            weights[f"{layer}.weight"] = Adapted(product.base_layer, down, up, float(product.scaling[NAME]))
+        elif name_in_layer == "scales":
             continue
-        elif own:
-            found[f"{layer}.{own}"] = tensor
+        elif name_in_layer:
+            weights[f"{layer}.{name_in_layer}"] = tensor
         elif f"{module}.{DOWN}.{leaf}" in named:
-            found[name] = AdaptedStack(model.get_submodule(module), leaf)
+            weights[name] = AdaptedStack(model.get_submodule(module), leaf)
         elif ".lora_" not in name:
-            found[name] = tensor
-    return found
+            weights[name] = tensor
+    return weights
 
 
 def merged(tensor: Tensor | Adapted | AdaptedStack) -> Tensor:

@@ -96,16 +96,16 @@ class ModelFiles(WeightFiles):
         parts = self._hub.blocks_of(name, self._shapes[name])
         if parts is None or any(target not in self._stored for target, _, _ in parts):
             return box.of(self[name])
-        found: Tensor | None = None
+        tensor: Tensor | None = None
         for target, shape, place in parts:
             if (held := place.overlap(box)) is None:
                 continue
             starts = [at - start for at, start in zip(held.offsets, place.offsets, strict=True)]
             lacking = len(place.sizes) - len(shape)
             values = Box(tuple(starts[lacking:]), held.sizes[lacking:]).of(self._read(target))
-            found = torch.empty(box.sizes, dtype=values.dtype) if found is None else found
-            held.of(found, box).copy_(values.view(held.sizes))
-        return torch.empty(box.sizes) if found is None else found
+            tensor = torch.empty(box.sizes, dtype=values.dtype) if tensor is None else tensor
+            held.of(tensor, box).copy_(values.view(held.sizes))
+        return torch.empty(box.sizes) if tensor is None else tensor
 
     def stored(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors by the names that they have in the files."""
@@ -235,18 +235,18 @@ class HubNames:
             return None
         leading = shape[:-1]
         numbers = torch.arange(leading.numel()).view(*leading, 1).expand(*leading, 2).contiguous()
-        found = []
+        blocks = []
         for target, value in converted(self._model, conversion, parts, {name: numbers}).items():
             if value.dim() < 2 or value.shape[-1] != 2 or not torch.equal(value[..., 0], value[..., 1]):
                 return None
-            own = value[..., 0].flatten()
-            first = torch.unravel_index(own[0], leading)
+            elements = value[..., 0].flatten()
+            first = torch.unravel_index(elements[0], leading)
             sizes = (*(1,) * (len(shape) - value.dim()), *value.shape[:-1], shape[-1])
             box = Box((*(int(at) for at in first), 0), sizes)
-            if not torch.equal(numbers[box.slices[:-1]][..., 0].flatten(), own):
+            if not torch.equal(numbers[box.slices[:-1]][..., 0].flatten(), elements):
                 return None
-            found.append((target, torch.Size((*value.shape[:-1], shape[-1])), box))
-        return found
+            blocks.append((target, torch.Size((*value.shape[:-1], shape[-1])), box))
+        return blocks
 
 
 def auto_class(config: Any) -> Any:
@@ -259,8 +259,8 @@ def auto_class(config: Any) -> Any:
     is_text = type(config) in AutoModelForCausalLM._model_mapping
     for auto in kinds:
         if type(config) in auto._model_mapping:
-            whole = auto._model_mapping[type(config)]
-            classes = whole if isinstance(whole, tuple) else (whole,)
+            composite = auto._model_mapping[type(config)]
+            classes = composite if isinstance(composite, tuple) else (composite,)
             if not is_text or named & {each.__name__ for each in classes}:
                 return auto
     return AutoModelForCausalLM
@@ -273,8 +273,8 @@ def scorer_class(config: Any) -> Any:
     """
     auto, kind = AutoModelForSequenceClassification, type(config)
     if kind not in auto._model_mapping and kind in AutoModelForImageTextToText._model_mapping:
-        whole = AutoModelForImageTextToText._model_mapping[kind]
-        base = next(each for each in whole.__mro__[1:] if issubclass(each, PreTrainedModel))
+        composite = AutoModelForImageTextToText._model_mapping[kind]
+        base = next(each for each in composite.__mro__[1:] if issubclass(each, PreTrainedModel))
         name = base.__name__.removesuffix("PreTrainedModel") + "ForSequenceClassification"
         # The module of its parts: transformers converts no weights of classes outside of itself.
         members = {"__module__": base.__module__, "config_class": kind}

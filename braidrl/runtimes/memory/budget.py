@@ -115,7 +115,7 @@ def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def footprint(use: RoleUse, deployment: Deployment, devices: int) -> Footprint:
-    """Return one role's parts on each of its devices, as `role_deployment`."""
+    """Return the bytes of one role on each device, by part, in its layout."""
     deployed = role_deployment(use, deployment, devices)
     return Footprint(use, deployed.shape, *role_memory(deployed))
 

@@ -349,7 +349,7 @@ class GatheredRows(torch.autograd.Function):
 
 
 class _Packed(torch.autograd.Function):
-    """Rows of each token's own place; index_select's backward would add into zeros row by row."""
+    """Select rows at distinct positions. Gradients are copied back, where index_select would add them to zeros."""
 
     @staticmethod
     def forward(ctx: Any, batches: Tensor, places: Tensor) -> Tensor:

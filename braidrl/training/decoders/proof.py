@@ -211,13 +211,13 @@ class Twin:
         """
         if not RopeLengths.of(self.config):
             return [row[prompt - 1 :] for row, prompt in zip(self.alone[0], PROMPTS, strict=True)]
-        found = []
+        log_probs = []
         for row, prompt in zip(self.rows, PROMPTS, strict=True):
             ends = range(prompt, len(row))
             logits = [self.untouched()(input_ids=row[None, :end], use_cache=False).logits[0, -1] for end in ends]
             values = [scores.float().log_softmax(-1)[row[end]] for scores, end in zip(logits, ends, strict=True)]
-            found.append(torch.stack(values) if values else torch.zeros(0, device=self.device))
-        return found
+            log_probs.append(torch.stack(values) if values else torch.zeros(0, device=self.device))
+        return log_probs
 
 
 def packed_log_probs(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -227,8 +227,8 @@ def packed_log_probs(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
     ends = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
     kept = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     kept[ends] = False
-    found, _ = predicted_log_probs(model, hidden[kept], torch.cat([row[1:] for row in rows]))
-    return list(found.split([len(row) - 1 for row in rows]))
+    log_probs, _ = predicted_log_probs(model, hidden[kept], torch.cat([row[1:] for row in rows]))
+    return list(log_probs.split([len(row) - 1 for row in rows]))
 
 
 def packed_findings(twin: Twin, model: Any) -> list[Finding]:
@@ -256,8 +256,8 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the greatest absolute difference of two lists of tensors; infinity for NaN."""
-    found = max(float((a - b).detach().abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))
-    return found if found == found else float("inf")
+    greatest = max(float((a - b).detach().abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))
+    return greatest if greatest == greatest else float("inf")
 
 
 @torch.no_grad()
@@ -265,7 +265,7 @@ def unexercised(config: Any) -> list[str]:
     """Return the switches of a configuration, on where a type's default is off or the reverse, that change nothing in
     its twin: the proof says nothing about them.
     """
-    text, found = config.get_text_config(), list[str]()
+    text, unseen = config.get_text_config(), list[str]()
     usual, row = type(text)().to_dict(), torch.arange(2, 2 + max(LENGTHS))[None]
 
     def logits(switched: str | None = None) -> Tensor:
@@ -279,10 +279,10 @@ def unexercised(config: Any) -> list[str]:
     for name in (name for name in names if name in usual and not OF_OUTPUT.match(name)):
         try:
             if torch.equal(logits(), logits(name)):
-                found.append(name)
+                unseen.append(name)
         except FAILURES:  # the other value needs other settings
             continue
-    return found
+    return unseen
 
 
 def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
@@ -293,10 +293,10 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
         raise Refusal("a drafter: it computes with the keys and values of another model")
     row = twin.rows[1]
     # The same length, so that only the tokens behind the ninth differ.
-    other = torch.cat([row[:9], twin.rows[5][9:]])
+    changed = torch.cat([row[:9], twin.rows[5][9:]])
     with torch.no_grad():
-        whole, part = (twin.untouched()(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, other))
-    if float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > twin.bound:
+        full, part = (twin.untouched()(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, changed))
+    if float((full.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > twin.bound:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
     try:
         body_of(twin.own)
@@ -335,10 +335,10 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     plan, findings = find_plan(twin)
     decoding = decoding_finding(twin, plan)
     rows = ForwardPlan(by_rows=True)
-    if not decoding.holds and not plan.by_rows and (other := decoding_finding(twin, rows)).holds:
+    if not decoding.holds and not plan.by_rows and (by_decoding := decoding_finding(twin, rows)).holds:
         others = packed_findings(twin, twin.model(rows))
         if all(finding.holds for finding in others):
-            return rows, [*others, other]
+            return rows, [*others, by_decoding]
     return plan, [*findings, decoding]
 
 
@@ -349,8 +349,8 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
     """
     set_training(model, False)
     packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
-    for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):
-        if name != other or theirs.shape != ours.shape or given.shape != also.shape:
+    for (name, given, theirs), (name_packed, also, ours) in zip(alone, packed, strict=False):
+        if name != name_packed or theirs.shape != ours.shape or given.shape != also.shape:
             continue
         if type(model.get_submodule(name)).__module__.startswith("torch."):
             continue
@@ -370,7 +370,7 @@ def _calls(model: Any, batches: Sequence[Sequence[Tensor]]) -> list[tuple[str, T
     of their ends.
     """
     names = {module: name for name, module in model.named_modules()}
-    found: list[list[tuple[str, Tensor, Tensor]]] = []
+    calls: list[list[tuple[str, Tensor, Tensor]]] = []
 
     def keep(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
@@ -379,20 +379,20 @@ def _calls(model: Any, batches: Sequence[Sequence[Tensor]]) -> list[tuple[str, T
         if hold[0]:
             states = [v[0].reshape(tokens, -1).float() for v, holds in zip(values[1:], hold[1:], strict=True) if holds]
             inputs = torch.cat(states, -1) if states else torch.empty(tokens, 0)
-            found[-1].append((names[module], inputs, first[0].detach().clone()))
+            calls[-1].append((names[module], inputs, first[0].detach().clone()))
 
     hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in decoder_of(model).modules()]
     try:
         for rows in batches:
             sequences = PackedSequences.of([len(row) for row in rows], rows[0].device)
             tokens = sum(sequences.lengths)
-            found.append([])
+            calls.append([])
             run_body(model, torch.cat(list(rows))[None], sequences.position_ids(), sequences)
     finally:
         for hook in hooks:
             hook.remove()
     joined = []
-    for parts in zip(*found, strict=False):
+    for parts in zip(*calls, strict=False):
         if len({(name, inputs.shape[1:], output.shape[1:]) for name, inputs, output in parts}) == 1:
             _, inputs, outputs = zip(*parts, strict=True)
             joined.append((parts[0][0], torch.cat(inputs), torch.cat(outputs)))
@@ -423,15 +423,15 @@ def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
             cache.fill(torch.tensor([number + 1], device=twin.device), prefixes.get(number))
         for number in reversed(range(len(rows))):
             cache.move(number + 1, number + first, PROMPTS[number])
-    found: list[list[Tensor]] = [[] for _ in rows]
+    log_probs: list[list[Tensor]] = [[] for _ in rows]
     lengths = RopeLengths.of(twin.config)
     for step in range(max(len(row) - prompt for row, prompt in zip(rows, PROMPTS, strict=True))):
         current, position = (torch.zeros(SLOTS, dtype=torch.int64, device=twin.device) for _ in range(2))
         places = [min(prompt - 1 + step, len(row) - 1) for row, prompt in zip(rows, PROMPTS, strict=True)]
-        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
-            current[number + first], position[number + first] = row[place], place
-            if step and not plan.by_rows and lengths.kind(place + 1) != lengths.kind(place):
-                (prefix,) = prefill(model, [row[:place]])
+        for number, (row, slot) in enumerate(zip(rows, places, strict=True)):
+            current[number + first], position[number + first] = row[slot], slot
+            if step and not plan.by_rows and lengths.kind(slot + 1) != lengths.kind(slot):
+                (prefix,) = prefill(model, [row[:slot]])
                 cache.fill(torch.tensor([number + first], device=twin.device), prefix)
         if plan.by_rows:
             cohorts.end(n for n, row in enumerate(rows) if places[n] >= len(row) - 1)
@@ -440,10 +440,10 @@ def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
             context = SlotStep(cache, position, int(position.max()) + 1)
             hidden = run_body(model, current[:, None], position[:, None], context)[:, 0]
         logits = logits_of(model, hidden).float().log_softmax(-1)
-        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
-            if place + 1 < len(row):
-                found[number].append(logits[number + first, row[place + 1]])
-    ours = [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in found]
+        for number, (row, slot) in enumerate(zip(rows, places, strict=True)):
+            if slot + 1 < len(row):
+                log_probs[number].append(logits[number + first, row[slot + 1]])
+    ours = [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in log_probs]
     return distance(ours, twin.decoded), twin.bound
 
 
@@ -519,10 +519,10 @@ def model_digest(name: str) -> str:
     models share.
     """
     file = getattr(sys.modules[name], "__file__", None)
-    own = sorted(Path(file).parent.glob("*.py")) if file else []
+    sources = sorted(Path(file).parent.glob("*.py")) if file else []
     shared = sorted(path for path in Path(transformers.__file__).parent.glob("*.py"))
     states = "".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns};" for path in shared)
-    return hashlib.sha256(b"".join(path.read_bytes() for path in own) + states.encode()).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources) + states.encode()).hexdigest()
 
 
 def proof_device() -> str:

@@ -136,15 +136,15 @@ MOST = {
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     """Return a configuration of the same class and structure with some ten thousand parameters."""
     settings = config.to_dict()
-    found = _shrunk(settings, head_width, _token_ids(settings))
-    text, small = settings.get("text_config"), found.get("text_config")
+    shrunk = _shrunk(settings, head_width, _token_ids(settings))
+    text, small = settings.get("text_config"), shrunk.get("text_config")
     if isinstance(text, dict) and isinstance(small, dict):
         # What a tower returns has the width of the text part, where it has so in the original.
-        for part, given in ((found[name], value) for name, value in settings.items() if name in found):
+        for part, given in ((shrunk[name], value) for name, value in settings.items() if name in shrunk):
             for key, value in given.items() if isinstance(given, dict) and part is not small else ():
                 if str(key).endswith("_hidden_size") and value == text.get("hidden_size"):
                     part[key] = small["hidden_size"]
-    return type(config)(**found)
+    return type(config)(**shrunk)
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
@@ -181,8 +181,8 @@ def is_token(name: Any) -> bool:
 
 
 def _token_ids(settings: dict[str, Any]) -> dict[int, int]:
-    """Return an id in the twin's vocabulary for each special token beyond it, in all parts of a configuration; ids that
-    differ stay different.
+    """Map the special tokens that are beyond the twin's vocabulary to ids within it, in all parts of a
+    configuration. Different tokens keep different ids.
     """
 
     def ids(part: dict[str, Any]) -> Iterator[int]:
@@ -204,34 +204,34 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
         for name, value in settings.items()
         if not (name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]))
     }
-    found = {
+    shrunk = {
         name: _shrunk(value, head_width, tokens) | {key: value[key] for key in ("model_type",) if key in value}
         if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")
         else value
         for name, value in given.items()
     }
-    sizes = _Sizes.of(found, head_width)
+    sizes = _Sizes.of(shrunk, head_width)
     for name, value in given.items():
         if is_token(name) and not KEPT.search(name) and value is not None:
             several = [tokens.get(each, each) for each in (value if isinstance(value, list) else [value])]
-            found[name] = several if isinstance(value, list) else several[0]
+            shrunk[name] = several if isinstance(value, list) else several[0]
         elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            found[name] = sizes.small_value(name, value)
+            shrunk[name] = sizes.small_value(name, value)
         elif re.search(r"soft_?cap", name) and isinstance(value, float) and value > 0:
-            found[name] = 1.0  # as small as the tiny model's scores, so that the cap takes effect
+            shrunk[name] = 1.0  # as small as the tiny model's scores, so that the cap takes effect
         elif name == "initializer_range" and isinstance(value, float):
-            found[name] = 0.02  # wider weights would magnify rounding, and the twin's are random in any case
+            shrunk[name] = 0.02  # wider weights would magnify rounding, and the twin's are random in any case
         elif name == "head_dim" and value is None:
-            found[name] = head_width
+            shrunk[name] = head_width
         elif name == "num_attention_heads_per_layer" and isinstance(value, list):
-            found[name] = [sizes.heads] * len(value)
+            shrunk[name] = [sizes.heads] * len(value)
         elif name == "vision_feature_layer" and isinstance(value, list):
-            found[name] = [-1 - number % 2 for number in range(len(value))]
+            shrunk[name] = [-1 - number % 2 for number in range(len(value))]
         elif name == "compress_rates" and value:
-            found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
+            shrunk[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
     for rule in (_attention, _recurrence, _experts, _layers, _positions):
-        rule(found, given, sizes)
-    return found
+        rule(shrunk, given, sizes)
+    return shrunk
 
 
 class _Sizes(NamedTuple):
@@ -289,25 +289,25 @@ class _Sizes(NamedTuple):
         return max(8, min(4 * self.small, -(-value * self.small // self.original // 8) * 8))
 
 
-def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+def _attention(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     if isinstance(given.get("attention_hidden_size"), int):
         ratio = max(1, given["attention_hidden_size"] // sizes.original)
-        found["attention_hidden_size"] = ratio * sizes.small
+        shrunk["attention_hidden_size"] = ratio * sizes.small
         if isinstance(given.get("attention_head_dim"), int):
-            found["attention_head_dim"] = ratio * sizes.small // sizes.heads
+            shrunk["attention_head_dim"] = ratio * sizes.small // sizes.heads
     if isinstance(given.get("qk_rope_head_dim"), int):
         # Latent attention, with the widths that vLLM's kernels take where wider heads are asked for.
         rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
-        found |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
+        shrunk |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
         for name, small in (("qk_nope_head_dim", own), ("v_head_dim", value), ("q_lora_rank", 24)):
             if isinstance(given.get(name), int):
-                found[name] = small
+                shrunk[name] = small
         if isinstance(given.get("head_dim"), int):
-            found["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
-        found.pop("qk_head_dim", None)
+            shrunk["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
+        shrunk.pop("qk_head_dim", None)
 
 
-def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+def _recurrence(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     inner = int(given.get("mamba_expand", given.get("expand", 2)) * sizes.small)
     for heads, width in (
         ("mamba_n_heads", "mamba_d_head"),
@@ -315,41 +315,44 @@ def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> 
         ("n_mamba_heads", "mamba_headdim"),
     ):
         if isinstance(given.get(heads), int):
-            found[heads] = min(given[heads], 4)
+            shrunk[heads] = min(given[heads], 4)
             if isinstance(given.get(width), int):
-                found[width] = inner // found[heads]
+                shrunk[width] = inner // shrunk[heads]
     if given.get("mamba_d_ssm"):
-        found["mamba_d_ssm"] = inner
+        shrunk["mamba_d_ssm"] = inner
     if "state_size" in given and "num_heads" in given:
-        found |= {"num_heads": 4, "head_dim": inner // 4}
+        shrunk |= {"num_heads": 4, "head_dim": inner // 4}
     if isinstance(given.get("linear_num_value_heads"), int):
         keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
-        found |= {"linear_num_key_heads": min(keys, 2), "linear_num_value_heads": min(keys, 2) * max(1, values // keys)}
+        shrunk |= {
+            "linear_num_key_heads": min(keys, 2),
+            "linear_num_value_heads": min(keys, 2) * max(1, values // keys),
+        }
         width = max(8, sizes.head_width * given["linear_value_head_dim"] // given["linear_key_head_dim"])
-        found |= {"linear_key_head_dim": sizes.head_width, "linear_value_head_dim": width}
+        shrunk |= {"linear_key_head_dim": sizes.head_width, "linear_value_head_dim": width}
 
 
-def _experts(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+def _experts(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     if given.get("enable_moe_block") is False:
         return
     total = next((given[n] for n in EXPERTS if isinstance(given.get(n), int)), 0)
     few = 16 if total > 4096 else min(total, 8)
     for name in EXPERTS:
         if isinstance(given.get(name), int):
-            found[name] = few
+            shrunk[name] = few
         elif name in given and given[name] is None and not given.get("first_k_dense_replace"):
-            found[name] = few = 4
+            shrunk[name] = few = 4
     for name in CHOSEN:
         if name in given and given[name] is None:
-            found[name] = 2
+            shrunk[name] = 2
         if isinstance(given.get(name), int):
-            found[name] = max(1, min(given[name], 3 if few >= 8 else 2, few))
+            shrunk[name] = max(1, min(given[name], 3 if few >= 8 else 2, few))
     if isinstance(given.get("n_group"), int) and given["n_group"] > 1:
         groups = min(given["n_group"], 4)
-        found |= {"n_group": groups, "topk_group": max(1, given["topk_group"] * groups // given["n_group"])}
+        shrunk |= {"n_group": groups, "topk_group": max(1, given["topk_group"] * groups // given["n_group"])}
 
 
-def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+def _layers(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     name = next((n for n in LAYERS if isinstance(given.get(n), int)), None)
     if name is None:
         return
@@ -361,29 +364,29 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
     }
     kept = _kept_layers(kinds, total, given)
     for key, value in kinds.items():
-        found[key] = [value[number] for number in kept]
+        shrunk[key] = [value[number] for number in kept]
     if isinstance(given.get("per_layer_config"), dict):
-        found["per_layer_config"] = {
+        shrunk["per_layer_config"] = {
             kept.index(int(number)): {
-                name: max(8, sizes.head_width * v // sizes.base) if name == "head_dim" else found.get(name, v)
+                name: max(8, sizes.head_width * v // sizes.base) if name == "head_dim" else shrunk.get(name, v)
                 for name, v in own.items()
             }
             for number, own in given["per_layer_config"].items()
             if int(number) in kept
         }
     if isinstance(given.get("hybrid_layer_ids"), list):
-        found["hybrid_layer_ids"] = [kept.index(n) for n in given["hybrid_layer_ids"] if n in kept]
+        shrunk["hybrid_layer_ids"] = [kept.index(n) for n in given["hybrid_layer_ids"] if n in kept]
     for key in LAYERS:
         if isinstance(given.get(key), int) and given[key] == total:
-            found[key] = len(kept)
+            shrunk[key] = len(kept)
     for key, value in _numbered(given, total).items() if total > len(kept) else ():
-        found[key] = [kept.index(number) for number in value if number in kept] or [len(kept) - 1]
+        shrunk[key] = [kept.index(number) for number in value if number in kept] or [len(kept) - 1]
     if isinstance(given.get("moe_layer_end_index"), int):
-        found["moe_layer_end_index"] = len(kept) - 1
+        shrunk["moe_layer_end_index"] = len(kept) - 1
     if shared := given.get("num_kv_shared_layers"):
-        found["num_kv_shared_layers"] = sum(number >= total - shared for number in kept)
+        shrunk["num_kv_shared_layers"] = sum(number >= total - shared for number in kept)
     if isinstance(given.get("max_window_layers"), int):
-        found["max_window_layers"] = min(given["max_window_layers"], len(kept) - 1)
+        shrunk["max_window_layers"] = min(given["max_window_layers"], len(kept) - 1)
 
 
 def _numbered(given: dict[str, Any], total: int) -> dict[str, list[int]]:
@@ -424,13 +427,13 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any])
     return kept
 
 
-def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+def _positions(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     """Shorten per-frequency lists to the number of frequencies of the smaller heads."""
-    width = found.get("qk_rope_head_dim") or found.get("head_dim") or sizes.small // sizes.heads
+    width = shrunk.get("qk_rope_head_dim") or shrunk.get("head_dim") or sizes.small // sizes.heads
 
     def shortened(rope: dict[str, Any]) -> dict[str, Any]:
         rope = dict(rope)
-        half = int(width * rope.get("partial_rotary_factor", found.get("partial_rotary_factor") or 1.0)) // 2
+        half = int(width * rope.get("partial_rotary_factor", shrunk.get("partial_rotary_factor") or 1.0)) // 2
         for key, value in rope.items():
             if isinstance(value, dict):
                 rope[key] = shortened(value)
@@ -445,8 +448,8 @@ def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
     kinds, original = set[str](), None
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given.get(key), dict):
-            found[key] = shortened(given[key])
-            for rope in (found[key], *(value for value in found[key].values() if isinstance(value, dict))):
+            shrunk[key] = shortened(given[key])
+            for rope in (shrunk[key], *(value for value in shrunk[key].values() if isinstance(value, dict))):
                 kinds.add(str(rope.get("rope_type", rope.get("type"))))
                 if kinds & LONG and isinstance(rope.get("original_max_position_embeddings"), int):
                     original, rope["original_max_position_embeddings"] = (
@@ -460,10 +463,10 @@ def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
         # Rows on both sides of the length; the ratio of both lengths scales the attention.
         original = given.get("original_max_position_embeddings", original)
         if isinstance(given.get("original_max_position_embeddings"), int):
-            found["original_max_position_embeddings"] = LENGTH
+            shrunk["original_max_position_embeddings"] = LENGTH
         if original:
-            found["max_position_embeddings"] = max(LENGTH, most * LENGTH // original)
+            shrunk["max_position_embeddings"] = max(LENGTH, most * LENGTH // original)
     elif "dynamic" in kinds:
-        found["max_position_embeddings"] = LENGTH
+        shrunk["max_position_embeddings"] = LENGTH
     elif not given.get("rope_parameters"):
-        found["max_position_embeddings"] = min(most, 512)
+        shrunk["max_position_embeddings"] = min(most, 512)

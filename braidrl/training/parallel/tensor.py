@@ -145,7 +145,7 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
         style = plan.get(LAYERS + pattern_of(name), "")
         if block:
             styles.setdefault(block, {}).update({name: style} if style and style not in REPLICATED else {})
-    found = []
+    blocks = []
     for block, products in styles.items():
         inside = list(layer.get_submodule(block).modules())
         is_mixer = any(type(module).__name__ in mixers for module in inside)
@@ -157,10 +157,10 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
             for place in {block} if needs_all else parents:
                 inner = [style for name, style in products.items() if name.startswith(place)]
                 gathers[place] = not any(style in ROWS for style in inner)
-            found.append(LayerBlock(block, products, gathers))
+            blocks.append(LayerBlock(block, products, gathers))
         elif needs_all or products:
-            found.append(LayerBlock(block, {}, {block: True} if needs_all else {}))
-    return found
+            blocks.append(LayerBlock(block, {}, {block: True} if needs_all else {}))
+    return blocks
 
 
 def parallelize_layer(
@@ -224,11 +224,11 @@ def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
         setattr(body.embedding, TOKENS_RANK, (mesh.get_local_rank(), mesh.size()))
     if not isinstance(body.norm, PassThrough):
 
-        def gathered(_: nn.Module, __: Any, found: Any) -> Any:
-            if isinstance(found, ModelOutput):  # not the given states of `own_logits`
-                own = DTensor.from_local(found.last_hidden_state, mesh, [TOKENS], run_check=False)
-                found["last_hidden_state"] = own.redistribute(placements=[Replicate()]).to_local()
-            return found
+        def gathered(_: nn.Module, __: Any, output: Any) -> Any:
+            if isinstance(output, ModelOutput):  # not the given states of `own_logits`
+                own = DTensor.from_local(output.last_hidden_state, mesh, [TOKENS], run_check=False)
+                output["last_hidden_state"] = own.redistribute(placements=[Replicate()]).to_local()
+            return output
 
         body.decoder.register_forward_hook(gathered)
     if tied:
