@@ -14,12 +14,14 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.data.token_columns import LOG_PROBS, VERSIONS
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.training.compute.attention import ATTENTION, PackedSequences
+from braidrl.training.decoders.body import PACKED, use_plan
 
 END = 256
 VOCABULARY = 260
@@ -40,12 +42,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
 }
 
 
 def make_model(name: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation=ATTENTION)
+    model = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation=ATTENTION)
+    use_plan(model, PACKED)
+    return model
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

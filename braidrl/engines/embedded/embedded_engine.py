@@ -370,8 +370,8 @@ class EmbeddedEngine(SteppingEngine):
                 logits = self._logits(longest)
         tokens, values = self._drawn(logits, uniforms, self._sampling)
         if routing is not None:
-            values[ROUTED_EXPERTS] = routing.recorded().to(routes_dtype(self.model))
-            states = self._with_room(ROUTED_EXPERTS, values[ROUTED_EXPERTS])
+            self._add_routes(values, routing, len(tokens))
+            states = self._states.first(len(tokens))
         self.tokens_generated += len(self._rows)
         ended = states.advance(tokens, values).nonzero().flatten().tolist()
         ids = tokens.tolist() if self._watched else []
@@ -388,8 +388,12 @@ class EmbeddedEngine(SteppingEngine):
         numbers = states.drawn[slots] + read.offsets
         uniforms = uniform(states.key[slots], states.first_draw[slots] + numbers)
         positions, shift = states.position[slots] + read.offsets, states.shift[slots]
-        logits = native.logits(tokens, read.token_slots, positions, self._cache, shift)
+        routing = Routing() if self._with_routes else None
+        with routed(routing):
+            logits = native.logits(tokens, read.token_slots, positions, self._cache, shift)
         drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
+        if routing is not None:
+            self._add_routes(values, routing, len(tokens))
         kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, values[LOG_PROBS], states)
         for name in values.keys() - {LOG_PROBS}:
             states.per_token[name][slots[kept], numbers[kept]] = values[name][kept]
@@ -426,13 +430,12 @@ class EmbeddedEngine(SteppingEngine):
                 dist.broadcast(drawn, group=pipeline, group_src=last)
         return tokens, values
 
-    def _with_room(self, name: str, drawn: Tensor) -> SlotStates:
-        """Return the states of the step, in which a column of values such as `drawn` (B, ...) has room."""
-        if name not in self._states.per_token:
+    def _add_routes(self, values: dict[str, Tensor], routing: Routing, count: int) -> None:
+        """Add the routes of the first `count` tokens of a step to its columns, for which the states have room then."""
+        values[ROUTED_EXPERTS] = drawn = routing.recorded()[:count].to(routes_dtype(self.model))
+        if ROUTED_EXPERTS not in self._states.per_token:
             room = *self._states.tokens.shape, *drawn.shape[1:]
-            self._states.per_token[name] = torch.zeros(room, dtype=drawn.dtype, device=drawn.device)
-            self._active = self._states.first(len(drawn))
-        return self._active
+            self._states.per_token[ROUTED_EXPERTS] = torch.zeros(room, dtype=drawn.dtype, device=drawn.device)
 
     def _draw(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, Tensor]:
         if self._native and sampling.top_k is None and sampling.top_p is None:

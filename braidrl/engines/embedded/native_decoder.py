@@ -4,6 +4,8 @@ where torch is slow.
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
 
+In a mixture the rows of each expert go through gate, up and down, sorted by expert; the router is the model's module.
+
 A step reads one or several tokens of each row. Each token reads the keys of its own slot up to its own position, so a
 long row costs the others nothing. The residual stream is float32 for weights of any dtype.
 
@@ -23,6 +25,7 @@ from braidrl.engines.embedded.sharded_decoding import SendHidden
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
 from braidrl.native.building import address, library
 from braidrl.native.linear import ProductLinear, has_row_product, product, row_product
+from braidrl.training.compute.experts import ExpertProducts, Sorting
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.decoders.body import decoder_of
 from braidrl.training.lora import is_adapter
@@ -168,7 +171,7 @@ class Kernels:
         return tokens, log_probs
 
 
-FAMILIES = {"qwen2", "qwen3", "llama", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
+FAMILIES = {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
 """Types of text models. Behind a prompt all axes of a token's position are equal, and a rope of several is one."""
 
 
@@ -179,12 +182,45 @@ def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
         return None
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         return None
+    # Only products of any number of rows give a row the same bits: an expert may have one row or all.
+    mixtures = [layer.mlp for layer in local_layers(model) if hasattr(layer.mlp, "experts")]
+    if mixtures and not (has_row_product(model.dtype) and all(is_undivided(mixture) for mixture in mixtures)):
+        return None
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     group = config.num_attention_heads // config.num_key_value_heads
     functions = library("decode", model.dtype, HEAD=width, GROUP=group)
     return None if functions is None else NativeDecoder(model, Kernels(functions, model.dtype), width)
+
+
+def is_undivided(mixture: Any) -> bool:
+    """Return True if no rank of another part of the experts takes part in a mixture's forward pass."""
+    experts = mixture.experts
+    shape = experts.num_experts, 2 * experts.intermediate_dim, experts.hidden_dim
+    hooks = [hooks for module in mixture.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    return tuple(experts.gate_up_proj.shape) == shape and not any(hooks)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """The weights of a gated MLP."""
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: nn.Module
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The weights of E experts of width I."""
+
+    router: nn.Module
+    """Called as a module, because it may record its routes."""
+    gate_up: Tensor
+    """(E, 2I, W)."""
+    down: Tensor
+    """(E, W, I)."""
 
 
 @dataclass(frozen=True)
@@ -198,9 +234,7 @@ class DecoderLayer:
     output: nn.Module
     """Called as a module, because it runs a collective in a tensor-parallel model."""
     post_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: nn.Module
+    mlp: Gated | Mixture
     window: int | None
     scaling: float
 
@@ -226,22 +260,21 @@ class NativeDecoder:
             norms = None
             if hasattr(attention, "q_norm"):
                 norms = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-            weights, biases = [], []
-            for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
-                weights.append(side_by_side([layer.weight for layer in layers]))
-                has_bias = all(layer.bias is not None for layer in layers)
-                biases.append(side_by_side([layer.bias for layer in layers]) if has_bias else None)
+            projections, bias = joined([attention.q_proj, attention.k_proj, attention.v_proj])
+            if hasattr(mlp, "experts"):
+                weights = (mlp.experts.gate_up_proj.detach(), mlp.experts.down_proj.detach())
+                feed_forward: Gated | Mixture = Mixture(mlp.gate, *weights)
+            else:
+                feed_forward = Gated(*joined([mlp.gate_proj, mlp.up_proj]), mlp.down_proj)
             self._layers.append(
                 DecoderLayer(
                     module.input_layernorm.weight.detach(),
-                    weights[0],
-                    biases[0],
+                    projections,
+                    bias,
                     norms,
                     attention.o_proj,
                     module.post_attention_layernorm.weight.detach(),
-                    weights[1],
-                    biases[1],
-                    mlp.down_proj,
+                    feed_forward,
                     getattr(attention, "sliding_window", None),
                     float(attention.scaling),
                 )
@@ -278,13 +311,28 @@ class NativeDecoder:
             )
             update = self._linear(layer.output, attended)
             normed = kernels.add_norm(residual, update, layer.post_norm, epsilon)
-            gated = kernels.gated(self._product(normed, layer.gate_up, layer.gate_up_bias))
-            update = self._linear(layer.down, gated)
+            update = self._feed_forward(layer.mlp, normed)
         if isinstance(body.norm, SendHidden):
             sent: Tensor = body.norm(residual + update)
             return sent
         normed = kernels.add_norm(residual, update, body.norm.weight, epsilon)
         return self._linear(self._model.get_output_embeddings(), normed)
+
+    def _feed_forward(self, mlp: Gated | Mixture, x: Tensor) -> Tensor:
+        """Return down(silu(gate(x)) · up(x)), (B, W), of x (B, W)."""
+        if isinstance(mlp, Mixture):
+            return self._mixed(mlp, x)
+        return self._linear(mlp.down, self.kernels.gated(self._product(x, mlp.gate_up, mlp.gate_up_bias)))
+
+    def _mixed(self, mixture: Mixture, x: Tensor) -> Tensor:
+        """Return the weighted sums (B, W) of the experts that the router chooses for x (B, W)."""
+        padded = nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))
+        _, weights, chosen = mixture.router(padded)
+        sorting = Sorting.of(chosen[: len(x)])
+        experts = chosen[: len(x)].reshape(-1)[sorting.order]
+        products = ExpertProducts(experts, len(mixture.down), row_product)
+        gated = self.kernels.gated(products(sorting.rows_of(x), mixture.gate_up))
+        return sorting.summed(products(gated, mixture.down), weights[: len(x)])
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         """Apply a linear layer; a sharded one runs its collective, and one with hooks runs them."""
@@ -293,6 +341,15 @@ class NativeDecoder:
             return row_product(x, module.weight.detach(), None if module.bias is None else module.bias.detach())
         applied: Tensor = module(x)
         return applied
+
+
+def joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of linear layers side by side, and their biases if all have one."""
+    has_bias = all(layer.bias is not None for layer in layers)
+    return (
+        side_by_side([layer.weight for layer in layers]),
+        side_by_side([layer.bias for layer in layers]) if has_bias else None,
+    )
 
 
 @torch.no_grad()
@@ -312,9 +369,9 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
     if are_joined:
         rows = sum(len(parameter) for parameter in parameters)
         return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
-    joined = torch.cat([parameter.detach() for parameter in parameters])
+    moved = torch.cat([parameter.detach() for parameter in parameters])
     start = 0
     for parameter in parameters:
-        parameter.data = joined[start : start + len(parameter)]
+        parameter.data = moved[start : start + len(parameter)]
         start += len(parameter)
-    return joined
+    return moved

@@ -2,9 +2,9 @@
 
 tokens (S) ──sort by expert──▶ | rows of expert 0 | rows of expert 1 | ... | ──up, gate, down──▶ weighted sums by token
 
-On CUDA transformers' grouped products do the same in one kernel. On a CPU they loop over MKL's products, which are the
-faster ones for the few rows of decoding, and they support no float64. Here each slice goes through `product`, which
-also adds the bias.
+On CUDA transformers' grouped products do the same in one kernel. On a CPU they loop over MKL's products, whose bits
+depend on the number of rows, and they support no float64. Here each slice goes through `product`, which also adds the
+bias, or without gradients through `row_product`, where this processor has it.
 
 An adapter of stacked matrices has factors for each expert, and its products go over the same slices:
 
@@ -13,6 +13,7 @@ An adapter of stacked matrices has factors for each expert, and its products go 
 Shapes: T tokens, K experts of a token, S = T·K rows, E experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
-from braidrl.native.linear import product
+from braidrl.native.building import in_memory
+from braidrl.native.linear import has_row_product, product, row_product
 
 EXPERTS = "braid"
 """The name of this implementation of experts in transformers."""
@@ -41,15 +43,17 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     downs, ups = getattr(self, DOWN, {}), getattr(self, UP, {})
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
+    exact = gives_rows_their_bits(self, hidden_states)
     # On the meta device grouped products take bfloat16 alone.
-    counted = many or hidden_states.dtype is torch.float64
+    counted = exact or many or hidden_states.dtype is torch.float64
     is_plain = hidden_states.dtype is torch.bfloat16 if hidden_states.is_meta else not counted
     if is_plain and not downs:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     if not len(hidden_states):
         return hidden_states
     sorting = Sorting.of(top_k_index)
-    products = ExpertProducts(top_k_index.reshape(-1)[sorting.order], self.num_experts)
+    experts = top_k_index.reshape(-1)[sorting.order]
+    products = ExpertProducts(experts, self.num_experts, row_product if exact else product)
 
     def multiplied(rows: Tensor, name: str) -> Tensor:
         weights, biases = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
@@ -63,6 +67,13 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if getattr(self, "has_post_expert_norm", False):
         states = self.post_expert_norm(states)
     return sorting.summed(states, top_k_weights).to(hidden_states.dtype)
+
+
+def gives_rows_their_bits(experts: Any, states: Tensor) -> bool:
+    """Return True if a row is to have the same bits for any number of other rows of its expert, as engines need it."""
+    if torch.is_grad_enabled() or not states.is_cpu or experts.is_transposed:
+        return False
+    return in_memory(states, experts.down_proj) and has_row_product(states.dtype)
 
 
 @dataclass(frozen=True)
@@ -138,8 +149,11 @@ def by_token(rows: Tensor, sorting: Sorting) -> Tensor:
 class ExpertProducts:
     """Products of sorted rows (S, in) with a matrix for each expert, over its slice of the rows."""
 
-    def __init__(self, chosen: Tensor, experts: int) -> None:
-        """Find the slices of rows whose experts are `chosen` (S,), in ascending order."""
+    def __init__(self, chosen: Tensor, experts: int, multiply: Callable[..., Tensor] = product) -> None:
+        """Find the slices of rows whose experts are `chosen` (S,), in ascending order; `multiply` is called as
+        `product`.
+        """
+        self.multiply = multiply
         if chosen.is_meta:
             self.counts = torch.tensor([len(part) for part in chosen.tensor_split(experts)])
         else:
@@ -157,7 +171,7 @@ class ExpertProducts:
             [None] * len(weights) if biases is None else biases.unbind(),
             strict=True,
         )
-        return torch.cat([product(part, weight, bias) for part, weight, bias in parts if len(part)])
+        return torch.cat([self.multiply(part, weight, bias) for part, weight, bias in parts if len(part)])
 
     def by_kernel(self, rows: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
         """Return the same by one grouped product, where shapes allow it."""

@@ -18,6 +18,7 @@ from braidrl.engines.embedded.native_decoder import Kernels, native_decoder, sid
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.native import building
 from braidrl.native.building import build, library
+from braidrl.native.linear import has_row_product
 from braidrl.training.compute.attention import ATTENTION
 from tests.engines.tiny import (
     CONFIGS,
@@ -37,7 +38,7 @@ def test_tokens_are_those_of_the_models_own_forward(name: str) -> None:
     tokens = []
     for compile in (True, False):
         engine = EmbeddedEngine(make_model(name), make_tokenizer(), 32, 128, compile=compile)
-        assert (engine._native is not None) == compile
+        assert (engine._native is not None) == (compile and (name != "qwen3-moe" or has_row_product(torch.float32)))
         tokens.append([row.tokens.tolist() for row in engine.generate(requests)])
     assert tokens[0] == tokens[1]
 
