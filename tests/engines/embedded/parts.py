@@ -15,7 +15,7 @@ from braidrl.cluster.world import World
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
-from braidrl.engines.requests import Response, SamplingParams
+from braidrl.engines.requests import Changes, Response, SamplingParams
 from braidrl.training.loading import load_decoder
 from tests.engines.tiny import make_requests, make_tokenizer
 
@@ -40,7 +40,7 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
         wrong.append(f"rank {world.rank} heard of {heard}")
     # The other rank has no rows, so it has nothing to end.
     first = world.rank == 0
-    found = engine.generate(own if first else [], None, (lambda: [own[0].uid]) if first else None)
+    found = engine.generate(own if first else [], None, (lambda: Changes([own[0].uid])) if first else None)
     ended = [row.uid for row in found if row.finish_reason is FinishReason.ABORT]
     if ended != ([own[0].uid] if first else []) or len(found) != (len(own) if first else 0):
         wrong.append(f"rank {world.rank} ended {ended} of {len(found)}")

@@ -14,7 +14,7 @@ from tests.engines.tiny import CONFIGS, SIZES
 
 WAIT_S = 200.0
 MODELS: dict[str, PreTrainedConfig] = {
-    **CONFIGS,
+    **{name: config for name, config in CONFIGS.items() if name != "qwen3-moe"},  # an engine's ranks share no experts
     # A vocabulary with an odd size, and biases that only one of the two ranks may add.
     "llama with biases": LlamaConfig(**{**SIZES, "vocab_size": 261}, attention_bias=True, mlp_bias=True),
 }
