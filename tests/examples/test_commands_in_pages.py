@@ -80,7 +80,7 @@ def known(key: str) -> bool:
         if not inside:
             return key.startswith(OF_NAMES)
         if part not in inside and "*" not in inside:
-            return False
+            return key.startswith(OF_NAMES)
         section = inside.get(part, inside.get("*"))
     return True
 
