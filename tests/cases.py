@@ -1,4 +1,4 @@
-"""Which cases of a test run in `make test`, and which only in `make soak`."""
+"""Choose the cases of a test that `make test` runs; `make soak` runs the others."""
 
 from __future__ import annotations
 

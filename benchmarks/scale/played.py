@@ -31,7 +31,7 @@ from braidrl.cluster.world import World, bytes_of
 from braidrl.observe.rollouts import part_path
 from braidrl.runtimes.saving.checkpoints import digests, files_in
 from braidrl.runtimes.saving.folders import latest_checkpoint
-from braidrl.runtimes.spmd.shard import Form, News
+from braidrl.runtimes.spmd.shard import Form, StageReport
 
 OF_A_MACHINE, MOST_GROUPS = 8, 1 << 20
 """Ranks of a machine, and a bound of the groups' numbers."""
@@ -186,7 +186,7 @@ class PlayedWorld(World):
 
     def reduce(self, purpose: str, value: Any, combine: Callable[[Any, Any], Any], type: Any = Any) -> Any:
         of_all = super().reduce(purpose, value, combine, type)
-        if isinstance(of_all, News) and "group" in of_all.forms:
+        if isinstance(of_all, StageReport) and "group" in of_all.forms:
             # The record has the groups of rank 0 alone.
             return replace(of_all, forms={**of_all.forms, "group": Form("int64", (), 0, MOST_GROUPS)})
         return of_all

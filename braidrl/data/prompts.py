@@ -608,10 +608,10 @@ def rows_of(
         texts = []
         for example in batch:
             with located(place(path, example.line)):
-                with_its_arguments = template.with_arguments(example.arguments)
-                texts.append(with_its_arguments.render(example.prompt, example.tools))
+                row_template = template.with_arguments(example.arguments)
+                texts.append(row_template.render(example.prompt, example.tools))
                 notes = [
-                    *unread_by(with_its_arguments, example, seen),
+                    *unread_by(row_template, example, seen),
                     *(special_in(example, special) if special else ()),
                 ]
                 for note in notes:

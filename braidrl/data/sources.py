@@ -472,11 +472,11 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
         with located(f"{where}: message {number} of {field!r}"):
             if isinstance(message.get("from"), str) and "role" not in message:
                 message = sharegpt_message(message)
-            message_kept = normal_message(message)
-            is_trained(message_kept)
-        if message.get("content") is None and not message_kept.get("tool_calls"):
-            message_kept.pop("content")
-        content = message_kept.get("content")
+            normalized = normal_message(message)
+            is_trained(normalized)
+        if message.get("content") is None and not normalized.get("tool_calls"):
+            normalized.pop("content")
+        content = normalized.get("content")
         parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         if others := sorted({str(part.get("type")) for part in parts} - {"text", IMAGE}):
             raise UserError(
@@ -487,10 +487,10 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
             raise UserError(f"{where}: a part of message {number} of {field!r} has no text; write {{type, text}}")
         has_images = len(parts) and len(parts) == len(content or ()) and any(part["type"] == IMAGE for part in parts)
         for key in ("role",) if has_images else ("role", "content"):
-            if not isinstance(message_kept.get(key), str):
-                said = f"is {kind_of(message_kept[key])}" if message_kept.get(key) is not None else "is missing"
+            if not isinstance(normalized.get(key), str):
+                said = f"is {kind_of(normalized[key])}" if normalized.get(key) is not None else "is missing"
                 raise UserError(f"{where}: {key!r} of message {number} of {field!r} {said}; write text")
-        normal.append(message_kept)
+        normal.append(normalized)
     return normal
 
 

@@ -125,7 +125,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Changes:
-    """What changes for an engine while it generates: rows that end with their tokens so far, and rows that begin.
+    """Changes of an engine's rows while it generates: some end with their tokens so far, and others begin.
 
     The engine waits as long as `more` may come, even without rows.
     """

@@ -252,8 +252,8 @@ class TestPeer(Peer):
         """Return what stands for a value of the test; a type or function of the standard library goes by its name."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if isinstance(value, type | BuiltinFunctionType | FunctionType) and str(module).partition(".")[0] in KNOWN:
-            module_found = sys.modules.get(str(module))
-            if "." not in str(module) and getattr(module_found, name, None) is value:
+            loaded = sys.modules.get(str(module))
+            if "." not in str(module) and getattr(loaded, name, None) is value:
                 return {"standard": f"{module}.{name}"}
         return super().reference(value)
 

@@ -1,4 +1,4 @@
-"""What ranks hold in memory after a loss: the tensors that training changes, and their copies from before the batch.
+"""Replicas of training in the memory of ranks: the tensors that it changes, and their copies from before the batch.
 
 step 5 done ─▶ step 6: train ── a rank is lost ──▶ new groups ──▶ go back: undo step 6 ──▶ share with those that come
                   ╰── keep: copies of weights and optimizer, before the first update

@@ -510,8 +510,8 @@ def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> No
     classes = settings.get("auto_map")
     if not isinstance(classes, dict) or not classes:
         return
-    classes_of_its_own = [value for key, value in classes.items() if key.startswith("AutoModel")]
-    named = [str(name).rpartition(".")[2] for name in (*(settings.get("architectures") or ()), *classes_of_its_own)]
+    auto_classes = [value for key, value in classes.items() if key.startswith("AutoModel")]
+    named = [str(name).rpartition(".")[2] for name in (*(settings.get("architectures") or ()), *auto_classes)]
     strange = [name for name in named if not hasattr(transformers, name)]
     if strange:
         raise UserError(

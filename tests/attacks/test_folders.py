@@ -177,9 +177,7 @@ def test_what_changed_before_a_resume_is_named_and_may_be_accepted(workshop: Wor
 PAUSES_S = (0.0, 0.1, 0.3)
 
 
-@pytest.mark.parametrize(
-    "pause_s", [pytest.param(pause_s, marks=pytest.mark.soak if pause_s else ()) for pause_s in PAUSES_S]
-)
+@pytest.mark.parametrize("pause_s", soak_but([0.0], PAUSES_S))
 def test_a_second_interrupt_waits_for_the_save(workshop: Workshop, pause_s: float) -> None:
     process = braid("train", workshop.config_file(trainer={"steps": 100_000}))
     wait_for_steps(workshop.folder / "run", 2, process)

@@ -172,14 +172,20 @@ def words_of(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-@pytest.mark.parametrize("case", NAMED)
-def test_code_is_looked_for_beside_the_configuration_then_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Make a folder for a configuration, and another one in which the command runs."""
     beside, here = tmp_path / "beside", tmp_path / "here"
     for folder in (beside, here):
         folder.mkdir()
     monkeypatch.chdir(here)
+    return beside, here
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_code_is_looked_for_beside_the_configuration_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    beside, here = two_folders(tmp_path, monkeypatch)
     file = beside / "config.yaml"
     file.write_text(str({"flow": "grpo", "model": "m", **NAMED[case]}))
     if case != "mcp":
@@ -196,10 +202,7 @@ def test_code_is_looked_for_beside_the_configuration_then_here(
 def test_an_override_names_code_here_first_then_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside, here = tmp_path / "beside", tmp_path / "here"
-    for folder in (beside, here):
-        folder.mkdir()
-    monkeypatch.chdir(here)
+    beside, here = two_folders(tmp_path, monkeypatch)
     file = beside / "config.yaml"
     file.write_text("flow: grpo\nmodel: m\n")
     for folder in (beside, here):

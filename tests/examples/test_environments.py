@@ -15,6 +15,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import train
+from tests.cases import soak_but
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
@@ -65,9 +66,7 @@ def environment_of(name: str) -> str:
     return own if own.startswith("gem:") else f"{scheme}{EXAMPLES.parent / place}"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "guess_number" else pytest.mark.soak) for name in FILES]
-)
+@pytest.mark.parametrize("name", soak_but(["guess_number"], FILES))
 def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str, tmp_path: Path) -> None:
     if name == "guess_number" and importlib.util.find_spec("gem") is None:
         pytest.skip("gem-llm is not installed")

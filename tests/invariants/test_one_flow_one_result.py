@@ -194,7 +194,7 @@ def test_ranks_give_the_result_of_eager(workshop: Workshop, reference: Reference
 
 @pytest.mark.parametrize(
     ("flow", "streaming"),
-    [pytest.param(*case, marks=() if case[0] in SOON else pytest.mark.soak) for case in STREAMED],
+    soak_but([case for case in STREAMED if case[0] in SOON], STREAMED),
 )
 def test_streaming_without_staleness_gives_the_result_of_eager(
     workshop: Workshop, reference: Reference, flow: str, streaming: dict[str, Any]

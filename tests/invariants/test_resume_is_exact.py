@@ -16,6 +16,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint, run_config
+from tests.cases import soak_but
 from tests.tiny import Workshop, braid, metrics_without_times, recorded, wait_for_steps, weights_of
 
 STEPS = 9
@@ -59,9 +60,7 @@ def assert_goes_on_as(resumed: Path, whole: Path) -> None:
     assert recorded(resumed, STEPS).uids() == recorded(whole, STEPS).uids()
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "refills" else pytest.mark.soak) for kind in RUNS]
-)
+@pytest.mark.parametrize("kind", soak_but(["refills"], RUNS))
 def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> None:
     config = evaluated.config_file("killed", **sections(evaluated, kind))
     killed = evaluated.folder / "killed"

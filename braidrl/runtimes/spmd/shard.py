@@ -131,14 +131,16 @@ class ShardExchange:
         Raises KeyboardInterrupt on every rank if one was asked to stop.
         """
         new = Rows(columns)
-        news = News(own.pairs(), self.interrupts.asked, {name: Form.of(column) for name, column in new.index.items()})
+        report = StageReport(
+            own.pairs(), self.interrupts.asked, {name: Form.of(column) for name, column in new.index.items()}
+        )
         with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
-            news = self.world.reduce("sums and index columns", news, News.of_both, News)
-            self.interrupts.agree(news.asked)
-            if news.differing:
-                raise ValueError(f"ranks have made different index columns: {news.differing}")
-            index = self._gathered(table.owner, new.index, news.forms)
-        sums.merge(Sums(news.sums))
+            report = self.world.reduce("sums and index columns", report, StageReport.of_both, StageReport)
+            self.interrupts.agree(report.asked)
+            if report.differing:
+                raise ValueError(f"ranks have made different index columns: {report.differing}")
+            index = self._gathered(table.owner, new.index, report.forms)
+        sums.merge(Sums(report.sums))
         return table.with_columns(index, new.payload)
 
     def _gathered(self, owner: Tensor, own: Rows, forms: "Mapping[str, Form]") -> Rows:
@@ -221,8 +223,8 @@ def holds(dtype: torch.dtype, low: int, high: int) -> bool:
 
 
 @dataclass(frozen=True)
-class News:
-    """What ranks say after a stage: metric sums, whether one was asked to stop, and the forms of new index columns."""
+class StageReport:
+    """Metric sums of ranks after a stage, whether one of them was asked to stop, and the forms of new index columns."""
 
     sums: dict[str, tuple[float, float]]
     asked: bool
@@ -230,8 +232,8 @@ class News:
     differing: str = ""
     """The index columns of two ranks, if they differ; a rank without rows has none."""
 
-    def of_both(self, other: "News") -> "News":
-        """Return what two sets of ranks say."""
+    def of_both(self, other: "StageReport") -> "StageReport":
+        """Return the report of two sets of ranks together."""
         sums = merged(self.sums, other.sums)
         kinds = [{name: (form.dtype, form.shape) for name, form in one.forms.items()} for one in (self, other)]
         differing = self.differing or other.differing
@@ -240,7 +242,7 @@ class News:
         forms = dict(self.forms or other.forms)
         if all(kinds) and not differing:
             forms = {name: form.of_both(other.forms[name]) for name, form in self.forms.items()}
-        return News(sums, self.asked or other.asked, forms, differing)
+        return StageReport(sums, self.asked or other.asked, forms, differing)
 
 
 Pairs = Mapping[str, Sequence[float]]

@@ -43,7 +43,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     downs, ups = getattr(self, DOWN, {}), getattr(self, UP, {})
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
-    exact = gives_rows_their_bits(self, hidden_states)
+    exact = is_batch_invariant(self, hidden_states)
     # On the meta device grouped products take bfloat16 alone.
     counted = exact or many or hidden_states.dtype is torch.float64
     is_plain = hidden_states.dtype is torch.bfloat16 if hidden_states.is_meta else not counted
@@ -69,8 +69,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return sorting.summed(states, top_k_weights).to(hidden_states.dtype)
 
 
-def gives_rows_their_bits(experts: Any, states: Tensor) -> bool:
-    """Return True if a row is to have the same bits for any number of other rows of its expert, as engines need it."""
+def is_batch_invariant(experts: Any, states: Tensor) -> bool:
+    """Return True where no gradient is needed and a kernel gives a row the same bits among any other rows."""
     if torch.is_grad_enabled() or not states.is_cpu or experts.is_transposed:
         return False
     return in_memory(states, experts.down_proj) and has_row_product(states.dtype)

@@ -349,8 +349,8 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
     """
     set_training(model, False)
     packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
-    for (name, given, theirs), (name_packed, also, ours) in zip(alone, packed, strict=False):
-        if name != name_packed or theirs.shape != ours.shape or given.shape != also.shape:
+    for (name, given, theirs), (packed_name, also, ours) in zip(alone, packed, strict=False):
+        if name != packed_name or theirs.shape != ours.shape or given.shape != also.shape:
             continue
         if type(model.get_submodule(name)).__module__.startswith("torch."):
             continue

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import soak_but
 from tests.tiny import Workshop, braid
 
 CASES: dict[str, dict[str, Any]] = {
@@ -32,9 +33,7 @@ def in_a_mount(place: Path, size: str, *arguments: Any) -> tuple[int, str]:
     return command.returncode, said
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "streaming" else pytest.mark.soak) for case in CASES]
-)
+@pytest.mark.parametrize("case", soak_but(["streaming"], CASES))
 def test_full_disk_ends_multiprocess_run_in_one_line(workshop: Workshop, case: str) -> None:
     disk = workshop.folder / "disk"
     trainer = {"steps": 6, "checkpoint_every": 1, "keep_checkpoints": 1}
