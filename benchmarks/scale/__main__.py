@@ -17,7 +17,11 @@ import torch
 from benchmarks.machine import describe
 from benchmarks.scale.played import PlayedWorld, join_played
 from braidrl.config import Config, load_config
-from braidrl.data.prompts import PARTS, Reading, new_folder, part_of, part_writers, write_part
+from braidrl.data.lines import Lines, index_lines
+from braidrl.data.prompts import LINES as INDEX
+from braidrl.data.prompts import PARTS, new_folder
+from braidrl.data.sources import Reading
+from braidrl.data.tables import own_batches_of, part_of, part_writers, write_part
 from braidrl.data.templates import PromptTemplate
 from braidrl.runtimes.run import StepMetrics, TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
@@ -107,7 +111,9 @@ def write_data(folder: Path, size: int) -> float:
         table.mkdir(parents=True, exist_ok=True)
         start = time.process_time()
         alone: Any = Alone(0, size)
-        outcome = write_part(reading, iter(reading), template, config.data, alone, table)
+        index_lines(source.path, table / INDEX)
+        share = own_batches_of(reading, alone, None, Lines(source.path, table / INDEX))
+        outcome = write_part(share, template, config.data, table)
         seconds = seconds or time.process_time() - start
         # Equal rows: the parts of the other ranks have the lengths of the first one's.
         parts = len(part_writers(size))

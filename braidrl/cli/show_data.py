@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from braidrl.config import Config
-from braidrl.data.prompts import RESPONSES
+from braidrl.data.tables import RESPONSES
 from braidrl.errors import UserError
 from braidrl.observe.progress import Terminal
 from braidrl.runtimes.prepare.fetching import with_fetched

@@ -25,9 +25,10 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.chat import TEMPLATE
 from braidrl.data.curricula import Curriculum
 from braidrl.data.packing import equal_share
-from braidrl.data.prompts import RESPONSES, LoadedSource
+from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
+from braidrl.data.tables import RESPONSES
 from braidrl.data.vision import ImageSpan, moved
 from braidrl.errors import UserError
 

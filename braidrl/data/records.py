@@ -14,11 +14,13 @@ import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from braidrl.config import SourceConfig
+from braidrl.data.lines import LINE_BYTES
 from braidrl.errors import UserError, first_line, suggest
 from braidrl.parsing import check_levels, parse_json, what_is_wrong
 
@@ -28,8 +30,8 @@ BATCH = 1024
 """Rows of a parquet file in memory at a time."""
 NO_FORM = object()
 """Marker for a value without a JSON form."""
-LINE_BYTES, FILE_BYTES = 32 << 20, 4 << 30
-"""Maximum size of one record, and of a .json file, which is read whole."""
+FILE_BYTES = 4 << 30
+"""Maximum size of a .json file, which is read whole."""
 
 
 def check_source(source: SourceConfig) -> None:
@@ -42,6 +44,8 @@ def check_source(source: SourceConfig) -> None:
             f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl, .json or .parquet file, or a "
             "folder of them"
         )
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is a pipe or a device; write its contents to a file, and give that")
     if not path.is_file():
         where = "" if path.is_absolute() else f", neither beside the configuration nor in {Path.cwd()}"
         raise UserError(
@@ -68,12 +72,6 @@ def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Re
             found = ((n, parsed(place(path, n), text, LINE_BYTES, hint)) for n, text in written_lines(file))
         for number, record in found:
             yield number, object_of(path, number, record)
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file that are not empty, with their numbers from 1."""
-    with path.open("rb") as file:
-        yield from written_lines(file)
 
 
 def written_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -219,7 +217,13 @@ def whole_text(text: str) -> str:
 
 def place(path: Path, line: int) -> str:
     """Return the location of an example, for messages."""
-    return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
+    return f"{named(path)} {line}"
+
+
+@lru_cache(maxsize=64)
+def named(path: Path) -> str:
+    """Return a file and what its records are, for messages; computing it takes microseconds."""
+    return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'}"
 
 
 def kind_of(value: Any) -> str:

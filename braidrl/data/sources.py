@@ -39,8 +39,8 @@ from braidrl.data.images import (
     names_in,
     with_images,
 )
+from braidrl.data.lines import LINE_BYTES
 from braidrl.data.records import (
-    LINE_BYTES,
     NO_FORM,
     Record,
     as_json,
@@ -50,7 +50,6 @@ from braidrl.data.records import (
     parsed,
     place,
     read_arrow,
-    read_lines,
     read_objects,
     whole_text,
 )
@@ -163,10 +162,16 @@ class Reading:
             if number > source.skip:
                 yield example
         if number <= source.skip:
-            skipped = [f"{count} left out because {reason}" for reason, count in self.left_out.items()]
-            skipped += [f"the first {source.skip} are skipped"] if source.skip else []
-            about = f" ({', '.join(skipped)})" if skipped else ""
-            raise UserError(f"{source.path} has no examples{about}; write one JSON object or row for each prompt")
+            raise self.no_examples
+
+    @property
+    def no_examples(self) -> UserError:
+        """Return the error for a source without examples."""
+        source = self.source
+        skipped = [f"{count} left out because {reason}" for reason, count in self.left_out.items()]
+        skipped += [f"the first {source.skip} are skipped"] if source.skip else []
+        about = f" ({', '.join(skipped)})" if skipped else ""
+        return UserError(f"{source.path} has no examples{about}; write one JSON object or row for each prompt")
 
     @property
     def is_plain(self) -> bool:
@@ -175,10 +180,6 @@ class Reading:
         chosen = source.where or source.convert or source.unique or source.skip or source.first is not None
         answers = self.responses or self.pairs or self.vision is not None
         return source.path.suffix == ".jsonl" and not chosen and not answers
-
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the numbers and the texts of the lines of a plain source."""
-        return read_lines(self.source.path)
 
     def example_of(self, line: int, text: bytes) -> Example:
         """Return the example of a line of a plain source. Raises UserError for an invalid one."""
@@ -189,10 +190,10 @@ class Reading:
         for name, wanted in self.source.where.items():
             if find(record, name) not in (wanted if isinstance(wanted, list) else [wanted]):
                 raise LeftOut(f"{name} is another than `where` says")
-        conversion = f"{place(self.source.path, line)}: data conversion {self.source.convert}"
         try:
             converted = self._convert(record)
         except Exception as error:
+            conversion = f"{place(self.source.path, line)}: data conversion {self.source.convert}"
             raise UserError(
                 f"{conversion} raised {type(error).__name__}: {error}; return the example, or a text that says why "
                 "it is left out"
@@ -200,6 +201,7 @@ class Reading:
         if isinstance(converted, str):
             raise LeftOut(converted)
         if not isinstance(converted, dict):
+            conversion = f"{place(self.source.path, line)}: data conversion {self.source.convert}"
             raise UserError(
                 f"{conversion} returned {kind_of(converted)}; return a dict, or a text that says why the record is "
                 "left out"

@@ -17,7 +17,8 @@ import numpy as np
 from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
-from braidrl.data.prompts import RESPONSES, LoadedSource
+from braidrl.data.prompts import LoadedSource
+from braidrl.data.tables import RESPONSES
 from braidrl.engines.deployment import Deployment
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage

@@ -40,7 +40,7 @@ from braidrl.runtimes.evaluation import evaluate_sets, good_enough, value_of_bes
 from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.setup import set_up_torch, vocabulary_lines
+from braidrl.runtimes.prepare.setup import set_up_torch, settle, vocabulary_lines
 from braidrl.runtimes.replicas import free_groups
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
@@ -153,7 +153,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.backend = self.controller.backend
 
     def _close(self) -> None:
-        """End what the backend has started; after a failure between two backends, the verifiers."""
+        """End what the backend has started, or after a failure between two backends, the verifiers; and the reading of
+        data.
+        """
+        for source in self.prepared.sources:
+            source.stop()
         if self.backend is not None:
             self.backend.close()
         elif self.prepared.running is not None:
@@ -228,6 +232,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                         self.checkpoints.wait(block=False)
                         if self._take_in(snapshot):
                             continue
+                        for line in settle(self.prepared, self.world):
+                            self.progress.print(line)
                         self._one_step(snapshot)
                     except LostPeers as error:
                         if self.world.elastic is None:
@@ -249,6 +255,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                         self._report()
                         self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
+        for source in self.prepared.sources:
+            if source.opening is not None:
+                self.progress.print(f"{source.path}: the run ended before all lines were read and checked")
         self._report()
 
     def _check_folder(self) -> None:

@@ -142,7 +142,9 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     if lines := lacking(config):
         raise UserError(lines[0])
     if not mode.placed:
-        prepared = with_data(prepared, ranks=world)
+        # Ranks that come later have no share of a file that is still being read.
+        opens = not mode.concurrent and world.elastic is None
+        prepared = with_data(prepared, ranks=world, opens=opens)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this
     # process.
     free = not mode.placed and not (mode.concurrent and train)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.loader import LARGE, PromptLoader, as_rows, shuffled
-from braidrl.data.prompts import LoadedSource, load_eval, load_train, with_progress
+from braidrl.data.prompts import LoadedSource, load_eval, load_train
 from braidrl.data.rows import Rows
+from braidrl.data.tables import with_progress
 from braidrl.errors import UserError
 
 Write = Callable[..., Path]

@@ -21,9 +21,10 @@ from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.chat import end_ids_of
-from braidrl.data.prompts import LoadedSource, LoadingRanks, check_train, load_eval, load_texts, load_train
+from braidrl.data.prompts import LoadedSource, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
+from braidrl.data.tables import LoadingRanks
 from braidrl.data.vision import Vision
 from braidrl.engines.deployment import MODES, Deployment
 from braidrl.errors import UserError, suggest
@@ -137,10 +138,15 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
 
 
 def with_data(
-    prepared: Prepared, kept: Mapping[str, Any] | None = None, check: Check = call, ranks: LoadingRanks | None = None
+    prepared: Prepared,
+    kept: Mapping[str, Any] | None = None,
+    check: Check = call,
+    ranks: LoadingRanks | None = None,
+    opens: bool = False,
 ) -> Prepared:
     """Return a run with its data, in the table folders `kept` by another process, or tokenised together with `ranks`.
 
+    With `opens`, training data may still be read when this returns; the caller then calls `settle` from time to time.
     Raises UserError for data that it cannot use.
     """
     config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
@@ -149,7 +155,9 @@ def with_data(
     given, evaluated = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
     if prepared.train:
-        train_on = partial(load_train, **seen, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
+        # A curriculum looks at every example before the first step.
+        opened: dict[str, Any] = {"kept": known.get("train"), "opens": opens and config.data.curriculum is None}
+        train_on = partial(load_train, **seen, responses=given, pairs=flow.trains_on_pairs, **opened)
         sources = check(train_on) or []
     held_out = (
         check(
@@ -160,16 +168,49 @@ def with_data(
         or {}
     )
     texts = load_texts(**own, kept=known.get("texts")) if prepared.train and "ptx_tokens" in needed else None
-    tested = list(held_out.values())
+    prepared = replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
+    if any(source.opening is not None for source in sources) and not bounds_suffice(prepared):
+        for source in sources:
+            source.settle(ranks, wait=True)
+    check_data(prepared, check)
+    return prepared
+
+
+def bounds_suffice(prepared: Prepared) -> bool:
+    """Return True if a run's checks and sizes need no more of opened sources than bounds."""
+    config, sources = prepared.config, prepared.sources
+    try:
+        check_lengths(config, prepared.flow, sources, list(prepared.eval_sources.values()))
+    except UserError:
+        return False
+    is_within = longest(sources, config.rollout.max_response_tokens) <= config.max_sequence_tokens
+    return is_within and not embeddings_exceeded(config, prepared.deployment.roles, prepared.tokenizer)
+
+
+def settle(prepared: Prepared, ranks: LoadingRanks | None = None) -> list[str]:
+    """Take over the tables of opened sources that are whole now, and return a line for each; all ranks call this
+    together.
+
+    Raises UserError for data that the run cannot use.
+    """
+    settled = [source for source in prepared.sources if source.settle(ranks)]
+    if settled:
+        check_data(prepared)
+    return [source.report() for source in settled]
+
+
+def check_data(prepared: Prepared, check: Check = call) -> None:
+    """Raise UserError for data that a run cannot use."""
+    config, flow, sources = prepared.config, prepared.flow, prepared.sources
+    tested, texts = list(prepared.eval_sources.values()), [prepared.texts] if prepared.texts else []
     if sources and any(stage.type == "verify" for stage in flow.stages):
         check(lambda: check_answers(config, sources, config.data.training_sources))
     if tested and any(stage.type == "verify" for stage in prepared.evaluation.stages):
         check(lambda: check_answers(config, tested, list(config.data.evaluation_sources.values())))
     check(lambda: check_lengths(config, flow, sources, tested))
     check(lambda: check_images(config, prepared.deployment, prepared.tokenizer, [*sources, *tested]))
-    every = [*sources, *tested, *([texts] if texts else [])]
+    every = [*sources, *tested, *texts]
     check(lambda: check_vocabulary(config, prepared.deployment.roles, prepared.tokenizer, every))
-    return replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
 
 
 def check_files(config: Config, train: bool) -> None:

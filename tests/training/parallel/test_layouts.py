@@ -84,6 +84,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "narrow qwen2")
     TOKENIZER.save_pretrained(folder / "narrow qwen2")
     paths["narrow qwen2"] = str(folder / "narrow qwen2")
+    config = deepcopy(MODELS["qwen3"])
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.num_hidden_layers = 4, 2, 8, 2
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "two heads")
+    TOKENIZER.save_pretrained(folder / "two heads")
+    paths["two heads"] = str(folder / "two heads")
     torch.manual_seed(9)
     AutoModelForCausalLM.from_config(deepcopy(MIXTURE)).save_pretrained(folder / "mixture")
     TOKENIZER.save_pretrained(folder / "mixture")
@@ -250,6 +255,19 @@ def test_one_process_keeps_the_contract_of_training_backends(
             True,
         )
     )
+
+
+@pytest.mark.soak
+def test_four_context_ranks_of_two_sequence_ranks_give_the_result_of_one_process(models: dict[str, str]) -> None:
+    # Two heads of keys and values, which `sequence` divides between its ranks; rows of 2 to 60 tokens.
+    layouts: list[dict[str, Any]] = [
+        {"context": 4, "sequence": 2},
+        {"context": 4, "sequence": 2, "shard": "full"},
+        {"context": 2, "sequence": 2, "shard": "optimizer"},
+        {"context": 4, "pipeline": 2},
+    ]
+    cases = {str(layout): (models["two heads"], layout, "float64") for layout in layouts}
+    assert in_ranks(8, cases) == {name: [] for name in cases}
 
 
 @pytest.mark.soak
