@@ -56,16 +56,16 @@ def equal_share(count: int, rank: int, size: int) -> range:
     return range(count * rank // size, count * (rank + 1) // size)
 
 
-def in_turn(groups: Sequence[int], parts: int) -> list[int]:
+def in_turn(groups: Sequence[int] | np.ndarray, parts: int) -> np.ndarray:
     """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are
     split evenly.
     """
-    distinct, place = np.unique(np.array(groups, dtype=np.int64), return_inverse=True)
+    distinct, place = np.unique(np.asarray(groups, dtype=np.int64), return_inverse=True)
     whole = len(distinct) // parts * parts
     part_of = place % parts
     left = (place >= whole).nonzero()[0]
     part_of[left] = np.arange(len(left)) * parts // max(len(left), 1)
-    return [int(part) for part in part_of]
+    return part_of
 
 
 def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> float:

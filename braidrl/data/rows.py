@@ -163,13 +163,16 @@ def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
     return Rows(merged)
 
 
-def named_rows(uids: Sequence[tuple[int, int, int]]) -> str:
-    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; empty without rows."""
+def named_rows(uids: Sequence[tuple[int, int, int]], count: int | None = None) -> str:
+    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; empty without rows. Of
+    `count` rows the first ones are enough.
+    """
     if not uids:
         return ""
+    count = len(uids) if count is None else count
     shown = " ".join(str(tuple(uid)) for uid in uids[:ROWS_SHOWN])
-    more = " ..." if len(uids) > ROWS_SHOWN else ""
-    return f" on {len(uids)} rows (source, group, sample): {shown}{more}"
+    more = " ..." if count > ROWS_SHOWN else ""
+    return f" on {count} rows (source, group, sample): {shown}{more}"
 
 
 def tokens_of(rows: Rows) -> int:

@@ -85,8 +85,8 @@ def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_u
 
 
 def update_plan(
-    groups: Sequence[int],
-    samples: Sequence[int],
+    groups: Sequence[int] | np.ndarray,
+    samples: Sequence[int] | np.ndarray,
     *,
     rows_per_update: int,
     epochs: int,
@@ -101,13 +101,15 @@ def update_plan(
     evenly over the updates. Raises ValueError if `rows_per_update` does not divide the batch, or two rows have the same
     identity.
     """
-    numbers = np.array([groups, samples], dtype=np.int64).reshape(2, -1)
+    numbers = np.stack([np.asarray(each, dtype=np.int64) for each in (groups, samples)])
     # Row i of the batch is row order[i] of those sorted by (group, sample).
     order = np.lexsort(numbers[::-1])
     if order.size and (np.diff(numbers[:, order]) == 0).all(0).any():
         raise ValueError("two rows of the batch have the same group and sample")
     if order.size % rows_per_update:
         raise ValueError(f"{order.size} rows are no whole number of updates of {rows_per_update} rows")
+    if order.size == rows_per_update:
+        return [order.tolist() for _ in range(epochs)]
     distinct, rank_of = np.unique(numbers[0], return_inverse=True)
     place = np.empty_like(order)
     place[order] = np.arange(order.size)

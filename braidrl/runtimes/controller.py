@@ -220,20 +220,22 @@ class SerialController(Generic[TableT]):
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
         wanted = torch.tensor(sorted(groups), dtype=torch.int64)
-        return table.take(torch.isin(self.backend.index(table)["group"], wanted).nonzero().flatten().tolist())
+        chosen = torch.isin(self.backend.index(table)["group"], wanted)
+        return table if bool(chosen.all()) else table.take(chosen.nonzero().flatten().tolist())
 
     def ordered(self, table: TableT) -> TableT:
         """Return the rows sorted by (group, sample), the training order of every runtime."""
         index = self.backend.index(table)
         order = np.lexsort((index["sample"].numpy(), index["group"].numpy()))
-        return table.take(order.tolist())
+        # They mostly are: a wave's groups come in order.
+        return table if (np.diff(order) == 1).all() else table.take(order.tolist())
 
     def updates(self, table: TableT, iteration: int) -> list[list[int]]:
         """Return row positions of each optimizer step of this iteration."""
         index = self.backend.index(table)
         return update_plan(
-            index["group"].tolist(),
-            index["sample"].tolist(),
+            index["group"].numpy(),
+            index["sample"].numpy(),
             rows_per_update=self.config.trainer.rows_per_update or len(index),
             epochs=self.config.trainer.epochs,
             seed=self.config.seed,

@@ -25,7 +25,7 @@ from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged, observation_mask
 from braidrl.algorithms.registry import Entry
-from braidrl.data.rows import IDENTITY, FinishReason, Rows, named_rows
+from braidrl.data.rows import IDENTITY, ROWS_SHOWN, FinishReason, Rows, named_rows
 from braidrl.data.token_columns import of_all_tokens
 from braidrl.errors import UserError
 from braidrl.flow.signatures import CHOICES, called, columns_in_training, entry_of, form_of, log_probs_column
@@ -338,7 +338,8 @@ class UpdateCounts:
 
     @staticmethod
     def of(index: Rows) -> "UpdateCounts":
-        return UpdateCounts(denominators(index), named_rows(index.uids()))
+        first = index.take(range(len(index))[:ROWS_SHOWN])
+        return UpdateCounts(denominators(index), named_rows(first.uids(), len(index)))
 
 
 @dataclass

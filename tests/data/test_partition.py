@@ -69,7 +69,7 @@ def test_partition_in_turn_starts_every_part_with_early_groups_and_stays_balance
     count: int, samples: int, parts: int
 ) -> None:
     groups = [10 + group for group in range(count) for _ in range(samples)]
-    part_of = in_turn(groups, parts)
+    part_of = in_turn(groups, parts).tolist()
     sizes = [part_of.count(part) for part in range(parts)]
     assert max(sizes) - min(sizes) <= 1
     for group in range(10, 10 + count // parts * parts):

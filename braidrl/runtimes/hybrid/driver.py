@@ -115,7 +115,7 @@ class HybridBackend:
             role, index = str(stage.role), self.index(table)
             group = self.groups.get(role + GENERATE, self.groups[role])
             # Groups may turn out not to be needed: every rank starts with the first ones.
-            parts = rows_of_ranks(in_turn(index["group"].tolist(), group.mesh.size), group.mesh.size)
+            parts = rows_of_ranks(in_turn(index["group"].numpy(), group.mesh.size).tolist(), group.mesh.size)
             self._begin(output, group, parts, None, segment)
         elif stage.role is not None:
             self._begin(output, *self._place(stage, table))

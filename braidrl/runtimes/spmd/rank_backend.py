@@ -109,7 +109,7 @@ class RankBackend:
             # If selection may not need the last groups, every rank starts with the first ones; else with neighbouring
             # rows.
             if self.flow.sampling_segment:
-                owner = torch.tensor(in_turn(group_of.tolist(), size))
+                owner = torch.from_numpy(in_turn(group_of.numpy(), size))
             else:
                 owner = torch.arange(len(group_of)) * size // max(len(group_of), 1)
             mine = (owner == rank).nonzero().flatten().tolist()
@@ -154,21 +154,19 @@ class RankBackend:
             lengths = index["length"] if "length" in index else torch.ones_like(owner)
             rows = self.config.trainer.rows_per_update or len(index)
             updates = update_plan(
-                index["group"].tolist(),
-                index["sample"].tolist(),
+                index["group"].numpy(),
+                index["sample"].numpy(),
                 epochs=1,
                 seed=self.config.seed,
                 rows_per_update=len(index) if len(index) % rows else rows,
                 iteration=self.exchange.iteration,
             )
-            for update in updates:
-                owner[update] = balanced_owners(lengths[update].tolist(), owner[update], self.world.size)
+            for update in map(torch.as_tensor, updates):
+                owner[update] = balanced_owners(lengths[update], owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)
         elif stage.scope is Scope.GROUP:
-            groups = table.index["group"].tolist()
-            table = self.exchange.move(
-                stage.name, table, balanced_owners([1] * len(groups), table.owner, self.world.size, groups)
-            )
+            groups, each = table.index["group"], torch.ones_like(table.owner)
+            table = self.exchange.move(stage.name, table, balanced_owners(each, table.owner, self.world.size, groups))
         own, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)
@@ -228,8 +226,8 @@ class RankBackend:
         """Return one update on its training ranks: the counts of all rows, and the local rows."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
         objective = self.executor.objective(stage)
-        groups = part.index["group"].tolist() if objective.whole_groups else None
-        lengths = of_namespace(part.index, objective.namespace)["length"].tolist()
+        groups = part.index["group"] if objective.whole_groups else None
+        lengths = of_namespace(part.index, objective.namespace)["length"]
         owner = balanced_owners(lengths, part.owner, self.world.size, groups)
         part = self.exchange.move(stage.name, part, owner, self._reads(stage))
         with self.exchange.working(stage, part.rows):

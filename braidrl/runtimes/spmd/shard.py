@@ -74,7 +74,9 @@ class Shard:
         return replace(self, index=self.index.with_columns(dict(index.items())), payload=new)
 
     def take(self, positions: Sequence[int]) -> "Shard":
-        chosen = torch.tensor(positions, dtype=torch.int64)
+        chosen = torch.as_tensor(positions, dtype=torch.int64)
+        if torch.equal(chosen, torch.arange(len(self.owner))):
+            return self
         owner = self.owner[chosen]
         place = torch.zeros(len(self.owner), dtype=torch.int64)
         place[self.mine] = torch.arange(len(self.mine))
@@ -152,9 +154,12 @@ class ShardExchange:
         narrow = {name: form.narrowed(own.get(name)) for name, form in forms.items()}
         counts = torch.bincount(owner, minlength=size)
         gathered = self.world.gather_columns("index columns", narrow, counts)
+        wide = {name: column.to(getattr(torch, forms[name].dtype)) for name, column in gathered.items()}
+        if bool((owner.diff() >= 0).all()):
+            return Rows(wide)
         # Row i of the table is row order[i] in the order of ranks.
         order = owner.argsort(stable=True).argsort()
-        return Rows({name: column[order].to(getattr(torch, forms[name].dtype)) for name, column in gathered.items()})
+        return Rows({name: column[order] for name, column in wide.items()})
 
     def add_sums(self, purpose: str, own: Sums, sums: Sums) -> None:
         """Add the metric sums of all ranks."""
@@ -258,20 +263,21 @@ def added(low: Mapping[str, Tensor], high: Mapping[str, Tensor]) -> dict[str, Te
     return {name: low[name] + high[name] for name in low} if low and high else dict(low or high)
 
 
-def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
-    """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function.
+def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | None = None) -> Tensor:
+    """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function;
+    `costs`, `owner` and `groups` are (B,) int64.
 
     Rows of one of `groups` stay together. A new part goes, the fullest first, to the rank that already has most of it.
     """
-    owners = owner.tolist()
-    together = groups is None or len(set(groups)) == len(set(zip(groups, owners, strict=True)))
-    fullest = float(torch.bincount(owner, torch.tensor(costs, dtype=torch.float64), minlength=ranks).max())
-    ideal = max(sum(costs) / ranks, max(costs, default=0))
+    together = groups is None or len(groups.unique()) == len((groups * ranks + owner).unique())
+    fullest = float(torch.bincount(owner, costs.double(), minlength=ranks).max())
+    ideal = max(float(costs.sum()) / ranks, float(costs.max())) if len(costs) else 0.0
     if together and fullest <= IN_PLACE * ideal:
         # No partition is better than the ideal one.
         return owner
-    parts = balanced_partition(costs, ranks, groups=groups)
-    best = max(sum(costs[row] for row in part) for part in parts)
+    owners, each = owner.tolist(), costs.tolist()
+    parts = balanced_partition(each, ranks, groups=groups.tolist() if groups is not None else None)
+    best = max(sum(each[row] for row in part) for part in parts)
     if together and fullest <= IN_PLACE * best:
         return owner
     chosen: dict[int, list[int]] = {}
@@ -279,7 +285,7 @@ def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Seq
     for part in parts:
         here: Counter[int] = Counter()
         for row in part:
-            here[owners[row]] += costs[row]
+            here[owners[row]] += each[row]
         free = [rank for rank in sorted(here) if rank not in chosen]
         if free:
             chosen[max(free, key=lambda rank: here[rank])] = part

@@ -58,7 +58,7 @@ def test_rows_move_only_to_reach_best_balance(
 ) -> None:
     ranks, rows = case
     costs, owner = [cost for cost, _ in rows], torch.tensor([rank for _, rank in rows])
-    target = balanced_owners(costs, owner, ranks)
+    target = balanced_owners(torch.tensor(costs), owner, ranks)
     parts = [(target == rank).nonzero().flatten().tolist() for rank in range(ranks)]
     best = imbalance(costs, balanced_partition(costs, ranks))
     if torch.equal(target, owner):
@@ -68,5 +68,5 @@ def test_rows_move_only_to_reach_best_balance(
 
 
 def test_new_partition_keeps_rows_with_their_main_rank() -> None:
-    target = balanced_owners([10, 7, 5, 1], torch.tensor([2, 2, 0, 0]), 4)
+    target = balanced_owners(torch.tensor([10, 7, 5, 1]), torch.tensor([2, 2, 0, 0]), 4)
     assert target.tolist()[0] == 2 and target.tolist()[2] == 0 and sorted(target.tolist()) == [0, 1, 2, 3]
