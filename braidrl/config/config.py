@@ -387,7 +387,8 @@ class RolloutConfig(Section):
     shared_base: bool = False
     """Policies that play together (`policies` of a generate stage), each trained with `lora` on one model, draw with
     one embedded engine: a step has rows of all of them, and the frozen weights of their trainers and of the engine
-    exist once. Their tokens are those of separate engines, up to rounding. It decodes without compiled kernels.
+    exist once in a process. Their tokens are those of separate engines, up to rounding. Under streaming adapters alone
+    are sent to engines.
     """
     compile: bool = True
     """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes without a C compiler,

@@ -261,10 +261,16 @@ class Deployment:
                 yield f"{key}: {role} has no adapters on weights of its dtype; write roles.{role}.lora, or remove {key}"
             if settings.model != own[roles[0]].model:
                 yield f"{key}: {role} and {roles[0]} have other models; write one for both, or remove {key}"
-        if roles and (self.engines.home != "process" or self.engines.kind != "embedded" or self.mode.concurrent):
+        for role in roles:
+            if role not in self.flow.trained_roles:
+                yield f"{key}: no loss trains {role}, so it has no adapters of its own; remove it"
+        for stage in self.flow.stages if self.mode.concurrent else ():
+            if (source := stage.params.get("source")) in roles:
+                yield f"{key}: {stage.name} takes the weights of {source}, which publishes adapters alone; remove it"
+        if roles and (self.engines.home != "process" or self.engines.kind != "embedded"):
             yield (
-                f"{key}: policies share the embedded engine of the process that trains them; write "
-                "rollout.engine=embedded with runtime=eager, distributed or hybrid, or remove it"
+                f"{key}: policies share an embedded engine of the process that generates; write "
+                "rollout.engine=embedded without rollout.engines, or remove it"
             )
         if roles and self.resident_gib is not None:
             yield f"{key}: weights that roles share are not offloaded; remove it, or trainer.resident_gib"

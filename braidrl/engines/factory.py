@@ -42,7 +42,7 @@ from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.compute.rope import most_positions
 from braidrl.training.decoders.body import PACKED, plan_of_model
 from braidrl.training.loading import load_decoder, load_vision, read_model_config
-from braidrl.training.lora import adapter_config
+from braidrl.training.lora import adapter_config, with_adapters
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import DTYPES, settings_of, slots_of
 from braidrl.training.roles.copies import copy_within
@@ -91,9 +91,10 @@ def start_engine(
         made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
         return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s, beside=beside)
     if role in deployment.shared_base:
-        if worker is None:
+        if worker is None and not deployment.mode.concurrent:
             raise UserError(f"rollout.shared_base: {role} generates in another pool than it trains in; remove it")
-        return shared_engine(role, torch_worker(worker), deployment, spec, tokenizer, started)
+        trainer = None if worker is None else torch_worker(worker)
+        return shared_engine(role, trainer, deployment, spec, tokenizer, started)
     # Decoding needs all weights on each rank, in its dtype and with adapters merged; else a frozen copy, refreshed at
     # each publication.
     model, dtype = worker.shared_model if worker else None, getattr(torch, spec.dtype)
@@ -112,30 +113,38 @@ def start_engine(
 
 def shared_engine(
     role: str,
-    worker: RoleWorker,
+    worker: RoleWorker | None,
     deployment: Deployment,
     spec: EngineSpec,
     tokenizer: PreTrainedTokenizerBase,
     started: Mapping[str, RoleEngine],
 ) -> EmbeddedEngine:
-    """Return the engine of all policies on a shared base, with the adapters of a further role: those that are trained.
+    """Return the engine of all policies on a shared base, with the adapters of a further role: those that are trained,
+    or with None as `worker` a copy of those that another process trains.
 
     The frozen weights of all these roles and of the engine are the same tensors. Raises UserError for a model that the
     engine cannot compute with several adapters.
     """
     known = next((started[other] for other in deployment.shared_base if other in started), None)
-    if worker.ranks.is_sharded:
+    dtype, seed = getattr(torch, spec.dtype), deployment.config.seed
+    if worker is not None and worker.ranks.is_sharded:
         raise UserError(f"rollout.shared_base: ranks shard the weights of {role}; remove it, or write shard=none")
+    trained = worker.model if worker is not None else load_decoder(spec.model, dtype, spec.device)
+    if worker is None:
+        lora = settings_of(role, deployment.config).lora
+        assert lora is not None, "the deployment refuses roles without adapters"
+        with_adapters(trained, lora, seed)
     if known is None:
-        model = load_decoder(spec.model, getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
+        model = load_decoder(spec.model, dtype, spec.device).requires_grad_(False).eval()
         if plan_of_model(model) != PACKED:
             raise UserError(f"rollout.shared_base: {spec.model} does not compute packed rows; remove it")
-        share_weights(model, worker.model)
-        seed, adapters = deployment.config.seed, PolicyAdapters(model)
-        known = EmbeddedEngine(model, tokenizer, spec.slots, spec.max_sequence_tokens, seed, adapters=adapters)
+        share_weights(model, trained)
+        size, adapters = spec.max_sequence_tokens, PolicyAdapters(model)
+        known = EmbeddedEngine(model, tokenizer, spec.slots, size, seed, adapters=adapters, **spec.options)
     assert isinstance(known, EmbeddedEngine) and known.adapters is not None
-    share_weights(worker.model, known.model)
-    known.adapters.add(role, worker.model)
+    # Compiled decoding has moved some of the base's tensors together.
+    share_weights(trained, known.model)
+    known.adapters.add(role, trained)
     return known
 
 

@@ -37,6 +37,7 @@ from braidrl.training.compute.experts import DOWN, SCALING, UP
 from braidrl.training.decoders.body import base_of, decoder_of, modules_beside_text
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD, shapes_in
+from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.shards import WeightPart, box_of, full_tensor, local_shard, weight_parts
 
 T = TypeVar("T")
@@ -104,6 +105,13 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)
         parameter.requires_grad_(is_adapter(name))
+
+
+def with_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
+    """Add adapters as `add_adapters`, with the values of the configured file, if any. Raises UserError as these."""
+    add_adapters(model, lora, seed)
+    if lora.adapter:
+        start_from(model, lora.adapter.expanduser() / ADAPTER_WEIGHTS)
 
 
 def add_to_tower(model: Any, lora: LoraConfig) -> None:

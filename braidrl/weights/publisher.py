@@ -58,6 +58,17 @@ class ModelWeights:
         return self.model.state_dict().items()
 
 
+@dataclass(frozen=True)
+class PolicyWeights:
+    """The adapters of one of several policies, for an engine that has the weights under all of them."""
+
+    role: str
+    source: WeightSource
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return self.source.tensors()
+
+
 class PublishedEngine(Protocol):
     """The part of an engine that a publisher uses."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,15 @@ def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(worksh
     shared = {"rollout": {"max_response_tokens": 4, "shared_base": True}}
     together = run(workshop, "together", **merged(flow, shared))
     assert_same(together, run(workshop, "apart", **merged(flow, {"rollout": {"max_response_tokens": 4}})))
+    # Under streaming adapters alone reach the engine of all policies.
+    streamed = run(workshop, "streamed", **merged(flow, shared), runtime="streaming")
+    known = together[0].metrics.keys()
+    assert_same([replace(s, metrics={k: s.metrics[k] for k in known}) for s in streamed], together)
     for changes, named in (
         ({"flow": "grpo"}, "play together"),
         ({"trainer": {"lora": None}}, "roles.actor.lora"),
-        ({"runtime": "streaming"}, "runtime=eager"),
+        ({"rollout": {"engines": 1}}, "without rollout.engines"),
+        ({"flow": str(ROOT / "tests" / "runtimes" / "league.yaml")}, "no loss trains"),
     ):
         config = workshop.config("refused", **merged(merged(flow, shared), changes))
         wanted = build_flow(config)

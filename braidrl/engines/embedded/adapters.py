@@ -5,19 +5,24 @@
 The frozen weights W exist once. The adapters are the trainers' own tensors, so that an update needs no copy.
 
 Every adapter sees all tokens of a step, and a mask keeps those of its policy: products of a fixed shape give a row the
-same bits whatever rows are beside it.
+same bits whatever rows are beside it. Compiled decoding multiplies once for all policies, with their factors side by
+side.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from braidrl.errors import UserError
-from braidrl.training.lora import Adapted, AdaptedStack, plain_names
+from braidrl.training.lora import Adapted, AdaptedStack, adapter_parts, plain_names
+from braidrl.weights.collective import OfferedWeights
+from braidrl.weights.file import WeightFile
+from braidrl.weights.publisher import PolicyWeights
+
+NO_POLICY = -1
 
 
 class Factors(NamedTuple):
@@ -28,6 +33,17 @@ class Factors(NamedTuple):
     scaling: float
 
 
+class SideBySide(NamedTuple):
+    """The adapters of all policies for layers whose outputs stand side by side, K columns of all ranks together."""
+
+    down: Tensor
+    """(K, in)."""
+    up: Tensor
+    """(out, K), scaled; zero where a column is another layer's."""
+    policies: Tensor
+    """(K,), the number of the policy of each column."""
+
+
 class PolicyAdapters:
     """The adapters of several policies, by role, on one model without adapters."""
 
@@ -35,14 +51,18 @@ class PolicyAdapters:
         self.model = model
         self.numbers: dict[str, int] = {}
         """The number of each policy."""
-        self.of_layer: dict[str, dict[int, Factors]] = {}
+        self.of_layer: dict[nn.Module, dict[int, Factors]] = {}
         """By layer, the factors of each policy that adapts it."""
+        self.trained: dict[str, nn.Module] = {}
+        """The modules of the policies."""
+        self.changes = 0
+        """How often the factors, or their values, have changed."""
         self._masks: dict[int, Tensor] = {}
         """For each policy with tokens in the present pass, which tokens (N,) are its own."""
 
     def add(self, role: str, trained: nn.Module) -> None:
         """Add the policy of a role, whose module has adapters on the same base. Raises UserError for another model."""
-        number = self.numbers[role] = len(self.numbers)
+        number, self.trained[role] = self.numbers.setdefault(role, len(self.numbers)), trained
         modules = dict(self.model.named_modules())
         for name, tensor in plain_names(trained, trained.state_dict(keep_vars=True)).items():
             if isinstance(tensor, AdaptedStack):
@@ -51,28 +71,53 @@ class PolicyAdapters:
                 )
             if not isinstance(tensor, Adapted):
                 continue
-            layer = name.removesuffix(".weight")
-            if layer not in modules:
-                raise UserError(f"roles.{role}: its model has an adapted layer {layer}, which the other policies lack")
+            layer = modules.get(name.removesuffix(".weight"))
+            if layer is None:
+                raise UserError(f"roles.{role}: its model has an adapted layer {name}, which the other policies lack")
             if layer not in self.of_layer:
                 self.of_layer[layer] = {}
-                modules[layer].register_forward_hook(partial(self._added, layer))
+                layer.register_forward_hook(self._added)
             self.of_layer[layer][number] = Factors(tensor.down, tensor.up, tensor.scaling)
+        self.changes += 1
+
+    def take(self, given: PolicyWeights) -> None:
+        """Copy the adapters of a policy that another process trains. Raises ValueError if they are of another model."""
+        assert isinstance(given.source, WeightFile | OfferedWeights)
+        given.source.put_into(adapter_parts(self.trained[given.role]))
+
+    @torch.no_grad()
+    def beside(self, layers: Sequence[Any]) -> SideBySide | None:
+        """Return a copy of the adapters of linear layers whose outputs stand side by side; None if there are none."""
+        first, start, downs, ups, numbers = layers[0].weight, 0, list[Tensor](), list[Tensor](), list[int]()
+        width = sum(layer.out_features for layer in layers)
+        for layer in layers:
+            for number, factors in self.of_layer.get(layer, {}).items():
+                up = first.new_zeros(width, len(factors.down))
+                up[start : start + layer.out_features] = factors.up * factors.scaling
+                ups.append(up)
+                downs.append(factors.down.to(first.dtype))
+                numbers += [number] * len(factors.down)
+            start += layer.out_features
+        return SideBySide(torch.cat(downs), torch.cat(ups, 1), torch.tensor(numbers)) if numbers else None
+
+    def numbers_of(self, policies: Sequence[str | None]) -> Tensor:
+        """Return the numbers of policies; of None, which stands for tokens without effect, NO_POLICY."""
+        return torch.tensor([NO_POLICY if role is None else self.numbers[role] for role in policies])
 
     @contextmanager
     def computing(self, policies: Sequence[str | None], lengths: Sequence[int], padding: int = 0) -> Iterator[None]:
         """Compute a pass over runs of tokens of these policies and lengths, in order, and `padding` more tokens; None
         stands for tokens without effect.
         """
-        numbers = torch.tensor([-1 if role is None else self.numbers[role] for role in (*policies, None)])
+        numbers = self.numbers_of([*policies, None])
         of_token = numbers.repeat_interleave(torch.tensor([*lengths, padding])).to(next(self.model.parameters()).device)
-        self._masks = {number: of_token == number for number in sorted({*numbers.tolist()} - {-1})}
+        self._masks = {number: of_token == number for number in sorted({*numbers.tolist()} - {NO_POLICY})}
         try:
             yield
         finally:
             self._masks = {}
 
-    def _added(self, layer: str, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+    def _added(self, layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
         read = given[0].reshape(-1, given[0].shape[-1])
         added = output.reshape(-1, output.shape[-1])
         for number, mask in self._masks.items():

@@ -55,7 +55,7 @@ from braidrl.training.parallel.pipeline import local_layers
 from braidrl.weights.boxes import Slices
 from braidrl.weights.collective import TransferError
 from braidrl.weights.in_place import EngineWeights
-from braidrl.weights.publisher import WeightSource
+from braidrl.weights.publisher import PolicyWeights, WeightSource
 from braidrl.weights.shards import WeightPart, weight_parts
 
 PASS_TOKENS = 512
@@ -186,12 +186,11 @@ class EmbeddedEngine(SteppingEngine):
         self.model, self._slices, self._images, self.adapters = model, slices, images, adapters
         self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
         self._shrink = model.device.type == "cpu" if shrink is None else shrink
-        # Compiled kernels and recorded steps compute with the weights of one policy.
-        compile = compile and adapters is None
-        self._native = native_decoder(model) if compile else None
+        self._native = native_decoder(model, adapters) if compile else None
         plan = plan_of_model(model)
-        # States of mixers and caches of cohorts need not stay where a recorded step has found them.
-        recorded = compile and slices is None and model.device.type == "cuda" and plan == PACKED
+        # States of mixers and caches of cohorts need not stay where a recorded step has found them. Recorded steps
+        # compute with the weights of one policy.
+        recorded = compile and slices is None and model.device.type == "cuda" and plan == PACKED and adapters is None
         self._graphs = StepGraphs(CudaRecorder) if recorded else None
         self._rope_lengths = RopeLengths.of(model.config)
         self._by_rows, self._cohorts = plan.by_rows, Cohorts(model)
@@ -229,9 +228,15 @@ class EmbeddedEngine(SteppingEngine):
         if self.phases is not None:
             self.phases.leave()
         try:
-            EngineWeights(self.model).refresh(source)
+            if isinstance(source, PolicyWeights):
+                assert self.adapters is not None
+                self.adapters.take(source)
+            else:
+                EngineWeights(self.model).refresh(source)
         except TransferError as error:
             raise EngineError(str(error)) from error
+        if self.adapters is not None:
+            self.adapters.changes += 1
         if self._native is not None:
             self._native.refresh()
         if self._images is not None and self._images.tower_changes:
@@ -390,7 +395,8 @@ class EmbeddedEngine(SteppingEngine):
         positions, shift = states.position[slots] + read.offsets, states.shift[slots]
         routing = Routing() if self._with_routes else None
         with routed(routing):
-            logits = native.logits(tokens, read.token_slots, positions, self._cache, shift)
+            policies = None if self.adapters is None else self._policy_numbers[read.rows]
+            logits = native.logits(tokens, read.token_slots, positions, self._cache, shift, policies)
         drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
         if routing is not None:
             self._add_routes(values, routing, len(tokens))
@@ -489,6 +495,8 @@ class EmbeddedEngine(SteppingEngine):
             """Views of the slots of the next step."""
             slots = list(range(count))
         self._policies = [rows[slot].request.policy if slot in rows else None for slot in slots]
+        if self.adapters is not None:
+            self._policy_numbers = self.adapters.numbers_of(self._policies)
         asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in slots]
         self._sampling = batch_sampling(asked, self.model.device)
         self._with_routes = any(ROUTED_EXPERTS in row.request.columns for row in rows.values())

@@ -5,6 +5,7 @@ token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add
     ─▶ logits ─▶ draw
 
 In a mixture the rows of each expert go through gate, up and down, sorted by expert; the router is the model's module.
+Where several policies share the weights, a product is followed by that of their adapters.
 
 A step reads one or several tokens of each row. Each token reads the keys of its own slot up to its own position, so a
 long row costs the others nothing. The residual stream is float32 for weights of any dtype.
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from braidrl.data.token_columns import LOG_PROBS
+from braidrl.engines.embedded.adapters import PolicyAdapters, SideBySide
 from braidrl.engines.embedded.sharded_decoding import SendHidden
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
 from braidrl.native.building import address, library
@@ -175,8 +177,10 @@ FAMILIES = {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl
 """Types of text models. Behind a prompt all axes of a token's position are equal, and a rope of several is one."""
 
 
-def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
-    """Return a compiled decoder, or None if the kernels do not support the model or no compiler works."""
+def native_decoder(model: PreTrainedModel, adapters: PolicyAdapters | None = None) -> "NativeDecoder | None":
+    """Return a compiled decoder, with `adapters` of several policies; None if the kernels do not support the model or
+    no compiler works.
+    """
     config: Any = model.config.get_text_config()
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return None
@@ -191,7 +195,7 @@ def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     group = config.num_attention_heads // config.num_key_value_heads
     functions = library("decode", model.dtype, HEAD=width, GROUP=group)
-    return None if functions is None else NativeDecoder(model, Kernels(functions, model.dtype), width)
+    return None if functions is None else NativeDecoder(model, Kernels(functions, model.dtype), width, adapters)
 
 
 def is_undivided(mixture: Any) -> bool:
@@ -209,6 +213,8 @@ class Gated:
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: nn.Module
+    adapters: SideBySide | None
+    """Those of `gate_up`."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +236,8 @@ class DecoderLayer:
     input_norm: Tensor
     projections: Tensor
     projection_bias: Tensor | None
+    adapters: SideBySide | None
+    """Those of `projections`."""
     head_norms: tuple[Tensor, Tensor] | None
     output: nn.Module
     """Called as a module, because it runs a collective in a tensor-parallel model."""
@@ -242,9 +250,17 @@ class DecoderLayer:
 class NativeDecoder:
     """A decoder that reads the weights of `model` in place; see `native_decoder` for the supported models."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, width: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: Kernels, width: int, adapters: PolicyAdapters | None = None
+    ) -> None:
         config: Any = model.config.get_text_config()
         self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
+        self._adapters = adapters
+        self._beside: dict[tuple[nn.Module, ...], SideBySide | None] = {}
+        """Copies of the policies' adapters by the layers that a product is for, as of the change `_known`."""
+        self._known = -1
+        self._policies: Tensor | None = None
+        """The number of the policy of each token in this step."""
         self._product = row_product if has_row_product(model.dtype) else product
         self.row_multiple = 4 if self._product is row_product else ROW_MULTIPLE
         """Tokens of a step are a multiple of this: a tile of the product, or what gives a row the same bits."""
@@ -252,7 +268,10 @@ class NativeDecoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the weights again, in case they have moved."""
+        """Look up the weights again, in case they have moved, and the adapters if they have changed."""
+        if self._adapters is not None and self._known != self._adapters.changes:
+            self._known = self._adapters.changes
+            self._beside.clear()
         self._layers = []
         module: Any
         for module in local_layers(self._model):
@@ -260,17 +279,20 @@ class NativeDecoder:
             norms = None
             if hasattr(attention, "q_norm"):
                 norms = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
-            projections, bias = joined([attention.q_proj, attention.k_proj, attention.v_proj])
+            heads = [attention.q_proj, attention.k_proj, attention.v_proj]
+            projections, bias = joined(heads)
             if hasattr(mlp, "experts"):
                 weights = (mlp.experts.gate_up_proj.detach(), mlp.experts.down_proj.detach())
                 feed_forward: Gated | Mixture = Mixture(mlp.gate, *weights)
             else:
-                feed_forward = Gated(*joined([mlp.gate_proj, mlp.up_proj]), mlp.down_proj)
+                both = [mlp.gate_proj, mlp.up_proj]
+                feed_forward = Gated(*joined(both), mlp.down_proj, self._adapters_of(both))
             self._layers.append(
                 DecoderLayer(
                     module.input_layernorm.weight.detach(),
                     projections,
                     bias,
+                    self._adapters_of(heads),
                     norms,
                     attention.o_proj,
                     module.post_attention_layernorm.weight.detach(),
@@ -280,12 +302,27 @@ class NativeDecoder:
                 )
             )
 
+    def _adapters_of(self, layers: Sequence[nn.Module]) -> SideBySide | None:
+        if self._adapters is None:
+            return None
+        if (key := tuple(layers)) not in self._beside:
+            self._beside[key] = self._adapters.beside(layers)
+        return self._beside[key]
+
     def logits(
-        self, tokens: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache, rope_shift: Tensor | None = None
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        cache: SlotCache,
+        rope_shift: Tensor | None = None,
+        policies: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, V) for tokens (B,) of these slots (B,); before a pipeline's last rank, the hidden states
-        sent. `rope_shift` (B,) is what the rope adds to positions.
+        sent. `rope_shift` (B,) is what the rope adds to positions, and `policies` (B,) are the numbers of the tokens'
+        policies.
         """
+        self._policies = policies
         body: Any = decoder_of(self._model)
         kernels, epsilon = self.kernels, self._epsilon
         residual = body.embed_tokens(tokens[:, None])[:, 0].float()
@@ -296,6 +333,7 @@ class NativeDecoder:
         for number, layer in enumerate(self._layers):
             normed = kernels.add_norm(residual, update, layer.input_norm, epsilon)
             projected = self._product(normed, layer.projections, layer.projection_bias)
+            projected = self._adapted(projected, normed, layer.adapters)
             keys, values = cache.layer(number, *self._cached)
             attended = kernels.attend(
                 projected,
@@ -322,7 +360,8 @@ class NativeDecoder:
         """Return down(silu(gate(x)) · up(x)), (B, W), of x (B, W)."""
         if isinstance(mlp, Mixture):
             return self._mixed(mlp, x)
-        return self._linear(mlp.down, self.kernels.gated(self._product(x, mlp.gate_up, mlp.gate_up_bias)))
+        both = self._adapted(self._product(x, mlp.gate_up, mlp.gate_up_bias), x, mlp.adapters)
+        return self._linear(mlp.down, self.kernels.gated(both))
 
     def _mixed(self, mixture: Mixture, x: Tensor) -> Tensor:
         """Return the weighted sums (B, W) of the experts that the router chooses for x (B, W)."""
@@ -334,8 +373,18 @@ class NativeDecoder:
         gated = self.kernels.gated(products(sorting.rows_of(x), mixture.gate_up))
         return sorting.summed(products(gated, mixture.down), weights[: len(x)])
 
+    def _adapted(self, output: Tensor, x: Tensor, adapters: SideBySide | None) -> Tensor:
+        """Add to a product's output (B, N), of x (B, W), what each token's policy adds."""
+        if adapters is None or self._policies is None:
+            return output
+        narrow = self._product(x, adapters.down) * (self._policies[:, None] == adapters.policies)
+        return output.add_(self._product(narrow, adapters.up))
+
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         """Apply a linear layer; a sharded one runs its collective, and one with hooks runs them."""
+        if (adapters := self._adapters_of([module])) is not None:
+            weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+            return self._adapted(self._product(x, weight, bias), x, adapters)
         hooked = module._forward_pre_hooks or module._forward_hooks
         if self._product is row_product and type(module) in (nn.Linear, ProductLinear) and not hooked:
             return row_product(x, module.weight.detach(), None if module.bias is None else module.bias.detach())

@@ -37,6 +37,7 @@ from braidrl.runtimes.usage import Drawn
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_weights
+from braidrl.weights.publisher import PolicyWeights, WeightSource
 
 LOAD, RECEIVE = "load weights", "receive weights"
 Key = tuple[int, int]
@@ -86,7 +87,8 @@ class GenerateLoop:
     async def serve(self, own: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
         self.own, self.running, self.news = own, ResumingEngine(own), asyncio.Event()
-        self.by_role = own.engines if isinstance(own, PolicyEngines) else {str(self.context.group.role): own}
+        shared = dict.fromkeys(self.generation.deployment.shared_base, own)
+        self.by_role = own.engines if isinstance(own, PolicyEngines) else shared or {str(self.context.group.role): own}
         try:
             while not isinstance((work := await self._next()).answer, Stop):
                 if isinstance(work.answer, Lost):
@@ -372,7 +374,10 @@ class GenerateLoop:
         async def change() -> None:
             for role, engine in self.by_role.items():
                 start, source = time.perf_counter(), sources[role][0] if role in sources else None
-                await engine.update_weights(version, files.get(role) or source)
+                taken: WeightSource | None = files.get(role) or source
+                if taken is not None and role in self.generation.deployment.shared_base:
+                    taken = PolicyWeights(role, taken)
+                await engine.update_weights(version, taken)
                 if source is not None:
                     updates.append((role, time.perf_counter() - start))
 

@@ -14,6 +14,7 @@ Rows of a frozen role pass through; rows of a trained role stay with its `Traine
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +362,9 @@ class StageLoop:
             worker, context = self.context.executor.workers[self.role], self.context
             assert isinstance(worker, ShardedBackend), f"check_backends lets {self.role} have no other here"
             deployment = context.executor.deployment
-            self.versions = VersionWriter(self.role, worker.weights, self.world, deployment, context.run, context.ip)
+            # Engines on a shared base have the weights under the adapters.
+            parts = partial(torch_worker(worker).weights, self.role in deployment.shared_base)
+            self.versions = VersionWriter(self.role, parts, self.world, deployment, context.run, context.ip)
         return self.versions
 
 

@@ -109,9 +109,7 @@ class RoleWorker(ShardedBackend):
         self.left_out = {} if self.is_scalar else files.left_out
         """Tensors of the folder that the model lacks; checkpoints keep them."""
         if self.lora:
-            lora.add_adapters(self.model, self.lora, self.config.seed)
-            if self.lora.adapter:
-                lora.start_from(self.model, self.lora.adapter.expanduser() / ADAPTER_WEIGHTS)
+            lora.with_adapters(self.model, self.lora, self.config.seed)
             for module in list(self.model.modules()) if self.lora.base_dtype else ():
                 if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
                     module.base_layer = lora.FourBitLinear(base)
