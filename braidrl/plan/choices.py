@@ -205,7 +205,7 @@ class Choices:
                 resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
             if largest_stage(resident) + sum(working.values()) > room:
                 continue
-            costs = {s.name: self.problem.stage_cost(s, use, group, devices, apart) for s in stages}
+            costs = {s.name: self.problem.stage_cost(model.role, s, use, group, devices, apart) for s in stages}
             yield Choice(use, costs, resident, sum(working.values()))
 
     def engines(
@@ -276,7 +276,10 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
 
 def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) -> SetChoice:
     """Return these choices on shared devices, without offloading."""
-    costs = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
+    costs = dict[str, Cost]()
+    for choice in roles.values():
+        # Roles that play together have a stage in common.
+        costs |= {name: costs.get(name, Cost()).plus(cost) for name, cost in choice.costs.items()}
     working = max(choice.working for choice in roles.values())
     memory = at_once([choice.resident for choice in roles.values()], working)
     return SetChoice(group, devices, roles, costs, memory)

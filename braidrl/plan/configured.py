@@ -39,7 +39,7 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
         for asked in group.uses:
             use = role_deployment(asked, deployment, group.devices)
             costs = {
-                s.name: problem.stage_cost(s, use, kind, group.devices, asked.apart)
+                s.name: problem.stage_cost(asked.role, s, use, kind, group.devices, asked.apart)
                 for s in models[asked.role].stages
                 if asked.role not in split or (s.kind is Kind.GENERATE) == asked.apart
             }
@@ -91,11 +91,11 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         tree["rollout"]["vllm"] = {"gpu_memory_utilization": share, **sleeps}
     if plan.runtime == "streaming":
         divisors = {name: engine.divisor for name, engine in engines.items()}
-        counts: dict[str, Any] = {
-            name: set_choice.devices // divisors.get(name, 1) for set_choice in plan.sets for name in set_choice.roles
-        }
+        # Each set is a worker group, named first; roles that play in it have no count of their own.
+        named = {next(iter(set_choice.roles)): set_choice for set_choice in plan.sets}
+        counts: dict[str, Any] = {name: each.devices // divisors.get(name, 1) for name, each in named.items()}
         if has_kinds:
-            kinds = {name: set_choice.group.kind for set_choice in plan.sets for name in set_choice.roles}
+            kinds = {name: each.group.kind for name, each in named.items()}
             counts = {name: {"workers": count, "kind": kinds[name]} for name, count in counts.items()}
             tree["cluster"] = {"launcher": "ray"}
         tree |= {"streaming": {"workers": counts}, "placement": "colocate"}

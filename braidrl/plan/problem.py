@@ -22,7 +22,7 @@ from braidrl.data.tables import RESPONSES
 from braidrl.engines.deployment import Deployment
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.flow import is_optimized
+from braidrl.flow.flow import is_optimized, policies_of
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import recorded_steps, rollout_path
@@ -90,13 +90,22 @@ class Problem:
         """Return the roles that need a model, in order of first use."""
         shapes = {}
         for role in self.flow.roles:
-            stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
+            stages = tuple(
+                stage
+                for stage in self.flow.stages
+                if role in (stage.role, *policies_of(stage)) and stage.type != "verify"
+            )
             kinds = {stage.kind for stage in stages}
             use = undeployed(RoleUse(role, role in self.flow.trained_roles, False), self.deployment)
             use = replace(use, checkpointing=False)
             dtype = settings_of(role, self.config).dtype_name
             shapes[role] = Model(role, dtype, use, stages, Kind.GENERATE in kinds, Kind.INFER in kinds)
         return shapes
+
+    def splits(self, sets: Sequence[Sequence[str]]) -> bool:
+        """Return True if roles that play together are in several of these sets of roles."""
+        playing = [set(policies_of(stage)) for stage in self.flow.stages if stage.kind is Kind.GENERATE]
+        return any(0 < len(together.intersection(roles)) < len(together) for together in playing for roles in sets)
 
     def with_runtime(self, runtime: str, seconds: float) -> float:
         """Return the seconds of an iteration, with the runtime's overhead added to those of its stages."""
@@ -127,11 +136,16 @@ class Problem:
         return self.lengths
 
     def stage_cost(
-        self, stage: Stage, use: RoleDeployment, group: NodeGroup, devices: int, apart: bool = False
+        self, role: str, stage: Stage, use: RoleDeployment, group: NodeGroup, devices: int, apart: bool = False
     ) -> Cost:
-        """Return the cost of a stage of a model on `devices` devices of a group; `apart` if engines have separate
+        """Return the cost of a role's stage on `devices` devices of a group; `apart` if engines have separate
         devices.
+
+        A role that plays in another's stage adds the publication of its weights: its turns are in the stage's time.
         """
+        if role != stage.role:
+            is_published = role in self.flow.changed_roles
+            return Cost(weights=self.publication_seconds(use, group, apart)) if is_published else Cost()
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
         model, kind, rates = self.models[str(stage.role)], self.cluster.kinds[group.kind], self.rates[group.kind]

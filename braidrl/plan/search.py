@@ -15,10 +15,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from braidrl.cluster.device_kinds import NodeGroup
+from braidrl.cluster.pools import GENERATE
 from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 from braidrl.flow import Kind
@@ -130,6 +131,8 @@ class Search:
         for partition in sorted(partitions(roles), key=len):
             if self.is_over():
                 return plans
+            if problem.splits(partition):
+                continue
             plan = self.best_of(partition, plans[self.keep - 1].seconds if len(plans) >= self.keep else math.inf)
             if plan is not None:
                 plans = sorted([*plans, plan], key=lambda plan: plan.seconds)[: self.keep]
@@ -218,6 +221,14 @@ class Search:
             for member, (group, devices) in zip(members, places, strict=True):
                 room = kinds[group.kind].memory * USABLE
                 part: RolePart = "generate" if member.kind == "generate" else "model"
+                if member.policies:
+                    # Their engines are in the same processes, all at once.
+                    chosen = self.choices.of_set((str(member.role), *member.policies), group, devices, part)
+                    if chosen is None or chosen.budget is not None:
+                        break
+                    named = {role + GENERATE: choice for role, choice in chosen.roles.items()}
+                    sets.append(replace(chosen, roles=named))
+                    continue
                 options = self.choices.of_role(str(member.role), group, devices, part)
                 fitting = [one for one in options if one.peak <= room]
                 if part == "generate" and config.streaming.weights == "rolling":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,13 @@ from braidrl.plan.configured import overlay_of
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, call_times, partitions, synchronous_plan, unit_of
+from braidrl.runtimes.memory.budget import CACHE
 from braidrl.runtimes.prepare.deployment import deploy
 from tests.plan.problems import GIB, cluster, problem, write_sizes
 from tests.plan.simulator import simulate
 from tests.plan.synchronous import AnyWorkload
 from tests.plan.test_simulator import DAPO, GRPO, PPO
+from tests.tiny import ROOT
 
 MIB = 1 << 20
 BELL = [1, 1, 2, 5, 15, 52, 203]
@@ -203,6 +206,24 @@ def test_an_embedded_engine_with_devices_of_its_own_has_the_whole_model(tmp_path
     asked = problem(write_sizes(tmp_path / "m"), cluster(1, 4))
     every = Choices(asked).of_role("actor", asked.cluster.groups[0], 4, "generate")
     assert {one.use.engine.divisor for one in every if one.use.engine} == {1}
+
+
+def test_roles_that_play_have_engines_and_share_the_devices_of_one_stage(tmp_path: Path) -> None:
+    league = str(ROOT / "examples" / "nim" / "league.yaml")
+    asked = replace(problem(write_sizes(tmp_path / "m"), cluster(1, 5), league), seconds={"actor.generate": 3.0})
+    roles, group = ("actor", "older", "newer"), asked.cluster.groups[0]
+    together = Choices(asked).of_set(roles, group, 4)
+    assert together is not None and together.costs["actor.generate"].overhead == 3.0
+    assert all(CACHE in together.roles[role].resident for role in roles)
+    assert [set(one.roles) for plan in Search(asked).hybrid() for one in plan.sets] == [set(roles)]
+    streaming = Search(asked).streaming(1)
+    assert streaming is not None and streaming.seconds >= 3.0
+    (generating,) = [one for one in streaming.sets if "actor.generate" in one.roles]
+    assert set(generating.roles) == {f"{role}.generate" for role in roles}
+    counts = overlay_of(streaming, asked)["streaming"]["workers"]
+    changed = {"runtime": "streaming", "streaming": {"workers": counts}}
+    pools = deploy(parse_config({**asked.config.model_dump(mode="json"), **changed}), asked.flow).pools
+    assert {pool.name: pool.workers for pool in pools} == counts
 
 
 @pytest.mark.parametrize("nodes", [2, pytest.param(128, marks=pytest.mark.soak)])
