@@ -14,7 +14,8 @@ import psutil
 import pytest
 from aiohttp import web
 
-from braidrl.agents.player import EnvironmentPlayer
+from braidrl.agents.endpoint import Endpoint
+from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import Limits, trajectory_columns
 from braidrl.config import EnvironmentConfig
@@ -26,7 +27,7 @@ from tests.tiny import ROOT
 
 pytest.importorskip("mcp", reason="mcp is not installed")
 pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
-OPENENV = ROOT / "build" / "environments-venv" / "bin" / "python"
+OPENENV, VERIFIERS = (ROOT / "build" / f"{name}-venv" / "bin" / "python" for name in ("environments", "verifiers"))
 FLOOD = 50 << 20
 LIMITS = Limits(at_once=8, timeout_s=4.0, max_turns=2, max_sequence_tokens=500)
 
@@ -156,3 +157,32 @@ def test_every_misbehaviour_behind_openenv_is_a_counted_row_and_takes_no_memory(
         pytest.skip("make environments has not installed openenv")
     kinds = ("hang", "half", "nonsense", "another", "floods", "refuses")
     check_counted_rows({one: f"openenv:{sessions}/{one}" for one in kinds}, python=OPENENV)
+
+
+@pytest.mark.soak
+def test_every_misbehaviour_behind_verifiers_is_a_counted_row_and_takes_no_memory(address: str) -> None:
+    if not VERIFIERS.parents[1].joinpath("installed").exists():
+        pytest.skip("make environments has not installed verifiers")
+    servers, rewards = ["hang", "half", "nonsense", "floods"], ["sleeps", "takes", "text", "list", "nan", "infinite"]
+    params = {"address": address, "servers": servers, "rewards": [*rewards, "setup", "fine", "grows"]}
+    name = f"verifiers:{ROOT / 'tests' / 'attacks' / 'verifiers_tasks.py'}"
+    config = EnvironmentConfig(name=name, params=params, python=VERIFIERS, timeout_s=25.0, memory_gib=2.0)
+    limits = Limits(at_once=4, timeout_s=25.0, max_turns=2, max_sequence_tokens=500)
+    tokenizer, hosts = make_chat_tokenizer("chatml"), EnvironmentHosts(config)
+    rows, script, template = make_rows(tokenizer, ["?"] * 13), Script(tokenizer, ["ab"]), turn_template(tokenizer)
+    try:
+        act, listener = hosts.find(name), hosts.listener(name)
+        before = psutil.Process().memory_info().rss
+
+        async def run() -> list[Any]:
+            async with Endpoint(script, template, SamplingParams(), 500, listener=listener) as endpoint:  # type: ignore[arg-type]
+                return await AgentPlayer(endpoint, act, limits=limits).play(rows)
+
+        played = asyncio.run(run())
+    finally:
+        hosts.close()
+    assert psutil.Process().memory_info().rss - before < FLOOD
+    failures = {one: trajectory.failure for one, trajectory in zip([*servers, *params["rewards"]], played, strict=True)}
+    assert (failures.pop("fine"), failures.pop("grows")) == (None, None), "the other rows go on"
+    assert all(failures.values()) and (failures["hang"], failures["sleeps"]) == ("timeout", "timeout"), failures
+    assert all(len(trajectory.detail) < 2000 for trajectory in played)
