@@ -52,6 +52,7 @@ MEASURED = (
     "streaming/",
     "checks/",
     "speculation/",
+    "images/",
     "ranks/",
 )
 """Prefixes of metrics that depend on the clock or the machine; they differ between two equal runs."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import psutil
@@ -28,6 +29,7 @@ from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.training import operations
 from braidrl.training.backends import TrainingBackend
+from braidrl.training.decoders.images import ModelImages
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import DeviceRates, MatrixSizes, TokenCounts, decoding, own_rates
 from braidrl.training.role_settings import DTYPES, settings_of
@@ -72,6 +74,8 @@ class DeviceUsage:
         self._sizes: dict[str, MatrixSizes] = {}
         self._speculated: dict[str | None, Speculated] = {}
         """By role the counts of its engine at the end of the last generate stage."""
+        self._encoded = WeakKeyDictionary[ModelImages, int]()
+        """The images that each model of this process had encoded when a stage last ended."""
 
     @cached_property
     def rates(self) -> DeviceRates | None:
@@ -107,6 +111,8 @@ class DeviceUsage:
         """
         start = time.perf_counter()
         yield
+        if isinstance(worker, RoleWorker) and passes and worker.vision is not None:
+            self.encoded(name, worker.images, sum(len(rows) for rows in passes), sums)
         if not isinstance(worker, RoleWorker) or self.rates is None:
             return
         peak = self.rates.operations.get(str(worker.dtype).removeprefix("torch."))
@@ -128,6 +134,13 @@ class DeviceUsage:
             shape = model_shape(own.model.expanduser(), own.dtype, scalar)
             self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters - shape.tower, scalar, shape.idle)
         return self._sizes[role]
+
+    def encoded(self, name: str, images: ModelImages | None, rows: int, sums: Sums) -> None:
+        """Add the images that a model's tower has encoded since its last stage, per row of the stage `name`."""
+        if images is None or not rows:
+            return
+        sums.add(f"images/{name}/encoded", images.encoded_count - self._encoded.get(images, 0), rows)
+        self._encoded[images] = images.encoded_count
 
     def speculated(self, stage: Stage, counts: Speculated | None, sums: Sums) -> None:
         """Add what the guesses of next tokens have brought since this stage's last call; `counts` are the engine's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,9 +279,30 @@ def test_the_rows_of_a_group_share_one_encoded_image_in_engine_log_probs_and_upd
         assert len(rows) == 64 and images_of_role(made).encoded_count == len(shown) <= 4
 
 
+def encoded_images(folder: Path) -> tuple[Counter[str], int]:
+    """Return how many images each stage of a run has encoded, and how many there are in its rows."""
+    counts, shown = Counter[str](), set[str]()
+    for line in read_metrics(folder):
+        rows = recorded(folder, line["step"])["images"].values
+        shown |= {name for spans in rows for name, _, _ in spans}
+        for name, value in line.items():
+            if name.startswith("images/"):
+                counts[name.split("/")[1]] += round(value * len(rows))
+    return counts, len(shown)
+
+
+def check_encoded(folder: Path, ranks: int, apart: bool) -> None:
+    """Assert that each rank of the actor encodes an image at most once, and engines that are `apart` too."""
+    counts, shown = encoded_images(folder)
+    generated, others = counts["actor.generate"], counts["actor.log_probs"] + counts["actor.update"]
+    assert shown <= generated + others and counts["actor.update"] <= ranks * shown
+    assert (max(generated, others) if apart else generated + others) <= ranks * shown, (folder.name, counts, shown)
+
+
 @pytest.mark.soak
 def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, warm_cluster: WarmCluster) -> None:
     expected = run(seeing, "eager", **settings(seeing))
+    check_encoded(seeing.folder / "eager", 1, apart=False)
     for name, sections in (
         ("hybrid", {"runtime": "hybrid", "workers": 2}),
         ("streaming", {"runtime": "streaming"}),
@@ -290,6 +312,7 @@ def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, w
         known = expected[0].metrics.keys()
         ours = [replace(step, metrics={key: step.metrics[key] for key in known}) for step in ours]
         assert_same(ours, expected)
+        check_encoded(seeing.folder / name, sections.get("workers", 1), apart=name == "streaming")
     layouts: dict[str, dict[str, Any]] = {"data": {}, "sequence": {"sequence": 2}, "context": {"context": 2}}
     layouts |= {"full": {"shard": "full"}, "pipeline": {"pipeline": 2}}
     trees = [
@@ -304,3 +327,4 @@ def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, w
     run_in_ranks(trees, 2)
     for name in layouts:
         assert_same(trace(seeing.folder / name), expected)
+        check_encoded(seeing.folder / name, 2, apart=name not in ("data", "sequence", "context"))

@@ -183,7 +183,7 @@ class EmbeddedEngine(SteppingEngine):
         )
         size = model.config.get_text_config().vocab_size
         self.vocabulary = size if size < len(tokenizer) else None
-        self.model, self._slices, self._images, self.adapters = model, slices, images, adapters
+        self.model, self._slices, self.images, self.adapters = model, slices, images, adapters
         self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
         self._shrink = model.device.type == "cpu" if shrink is None else shrink
         self._native = native_decoder(model, adapters) if compile else None
@@ -239,8 +239,8 @@ class EmbeddedEngine(SteppingEngine):
             self.adapters.changes += 1
         if self._native is not None:
             self._native.refresh()
-        if self._images is not None and self._images.tower_changes:
-            self._images.clear()
+        if self.images is not None and self.images.tower_changes:
+            self.images.clear()
         self._prompts.clear()
         self.version = version
 
@@ -256,9 +256,9 @@ class EmbeddedEngine(SteppingEngine):
         """Return what the rope adds to positions after a prompt with images. Raises UserError if the engine sees
         none.
         """
-        if self._images is None:
+        if self.images is None:
             raise UserError(f"row {request.uid} has images, and the engine's model sees none; take a model that sees")
-        last = self._images.placed(request.prompt, [len(request.prompt)], request.images).positions[-1]
+        last = self.images.placed(request.prompt, [len(request.prompt)], request.images).positions[-1]
         return int(last.max()) + 1 - len(request.prompt)
 
     def step(self) -> list[Response]:
@@ -317,7 +317,7 @@ class EmbeddedEngine(SteppingEngine):
             self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
         else:
             asked = {name: new[slots[0]].request for name, slots in by_prompt.items()}
-            self._prompts.compute(self.model, asked, self._images, with_routes, self.adapters)
+            self._prompts.compute(self.model, asked, self.images, with_routes, self.adapters)
         for name, slots in by_prompt.items():
             if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that begin with it.
@@ -351,7 +351,7 @@ class EmbeddedEngine(SteppingEngine):
         if grown:
             ids = list(grown.values())
             spans = [self._rows[slot].request.images for slot in grown]
-            seen = None if self._images is None else self._images.of_prompts(ids, spans)
+            seen = None if self.images is None else self.images.of_prompts(ids, spans)
             policies = [self._rows[slot].request.policy for slot in grown]
             with adapted(self.adapters, policies, [len(each) for each in ids]):
                 prefixes = prefill(self.model, ids, ROW_MULTIPLE, seen)

@@ -44,6 +44,7 @@ from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.templates import PromptTemplate
 from braidrl.data.token_columns import VERSIONS, returned_columns
 from braidrl.data.vision import moved
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import Engine
 from braidrl.engines.factory import exchange_publisher, publisher_of, start_engine
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
@@ -60,6 +61,7 @@ from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyS
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
+from braidrl.training.decoders.images import ModelImages
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import settings_of
 from braidrl.weights.publisher import Publisher, TransferVolume
@@ -148,6 +150,11 @@ class PartialResponses:
         window = self.config.rollout.repeated_tokens
         repeats = window is not None and repeats_itself(whole.tokens, window)
         return replace(whole, finish_reason=FinishReason.REPEAT if repeats else FinishReason.ABORT)
+
+
+def images_seen(engine: RoleEngine) -> ModelImages | None:
+    """Return the images of an engine of this process; None for one that sees none, or is elsewhere."""
+    return engine.images if isinstance(engine, EmbeddedEngine) else None
 
 
 class Generation:
@@ -270,6 +277,7 @@ class Generation:
         new = Drawn.after([len(request.prompt) for request, _ in here], [response for _, response in here])
         self.usage.decoded(stage, new, engine.slots, time.perf_counter() - start, sums)
         self.usage.speculated(stage, engine.speculated, sums)
+        self.usage.encoded(stage.name, images_seen(engine), len(here), sums)
         return drawn if loans is None else [loans.returned.get(response.uid, response) for response in drawn]
 
     def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
@@ -305,6 +313,7 @@ class Generation:
             )
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             self.usage.speculated(stage, engine.speculated, sums)
+            self.usage.encoded(stage.name, images_seen(engine), len(played), sums)
             if stop is not None:
                 stop.close()
             if not len(rows):

@@ -29,7 +29,7 @@ from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
 from braidrl.queue.calls import Lost, Stop
 from braidrl.queue.client import Client, WorkItem, write_columns
-from braidrl.runtimes.generating.generation import TO_THE_END, PartialResponses, limits_of, requests_of
+from braidrl.runtimes.generating.generation import TO_THE_END, PartialResponses, images_seen, limits_of, requests_of
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.work import Ended, LeasedRows, Loaded, LoadWeights, Receive, TakeWork, Weights
 from braidrl.runtimes.streaming.worker import WorkerContext
@@ -269,6 +269,7 @@ class GenerateLoop:
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.peak_rows)
         usage.speculated(stage, self.own.load().speculated, sums)
+        usage.encoded(stage.name, images_seen(self.engine), 0 if unfinished else len(rows), sums)
         usage.note_memory(stage.name, sums)
         reports = [{**report, "sums": sums.pairs()}]
         whole = rows.with_columns(columns)
