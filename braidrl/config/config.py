@@ -388,7 +388,7 @@ class RolloutConfig(Section):
     """Policies that play together (`policies` of a generate stage), each trained with `lora` on one model, draw with
     one embedded engine: a step has rows of all of them, and the frozen weights of their trainers and of the engine
     exist once in a process. Their tokens are those of separate engines, up to rounding. Under streaming adapters alone
-    are sent to engines.
+    are sent to engines. vLLM in processes of its own (not under streaming) gets adapters for each policy too.
     """
     compile: bool = True
     """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes without a C compiler,

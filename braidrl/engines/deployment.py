@@ -259,6 +259,8 @@ class Deployment:
         for role, settings in own.items():
             if settings.lora is None or settings.lora.base_dtype is not None:
                 yield f"{key}: {role} has no adapters on weights of its dtype; write roles.{role}.lora, or remove {key}"
+            if settings.lora is not None and settings.lora.expert_targets:
+                yield f"{key}: {role} adapts experts; remove it, or those lora.targets"
             if settings.model != own[roles[0]].model:
                 yield f"{key}: {role} and {roles[0]} have other models; write one for both, or remove {key}"
         for role in roles:
@@ -267,10 +269,12 @@ class Deployment:
         for stage in self.flow.stages if self.mode.concurrent else ():
             if (source := stage.params.get("source")) in roles:
                 yield f"{key}: {stage.name} takes the weights of {source}, which publishes adapters alone; remove it"
-        if roles and (self.engines.home != "process" or self.engines.kind != "embedded"):
+        home, kind = self.engines.home, self.engines.kind
+        hosted = kind == "vllm" and home == "processes" and not self.mode.concurrent
+        if roles and not hosted and (home, kind) != ("process", "embedded"):
             yield (
-                f"{key}: policies share an embedded engine of the process that generates; write "
-                "rollout.engine=embedded without rollout.engines, or remove it"
+                f"{key}: policies share an embedded engine of the process that generates, or vLLM's processes of "
+                "other runtimes than streaming; write rollout.engine=embedded without rollout.engines, or remove it"
             )
         if roles and self.resident_gib is not None:
             yield f"{key}: weights that roles share are not offloaded; remove it, or trainer.resident_gib"

@@ -42,7 +42,7 @@ from braidrl.training.decoders.images import ModelImages, images_of
 from braidrl.training.loading import load_decoder, load_tokenizer, load_vision
 from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice, current_device
 from braidrl.weights.file import WeightFile, stored_weights
-from braidrl.weights.publisher import WeightSource
+from braidrl.weights.publisher import PolicyWeights, WeightSource
 
 BEAT_S = 0.02
 """Seconds between heartbeats of a process with rows."""
@@ -65,6 +65,8 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
     """Send each token of the request as soon as it is known, in place of its `on_token`."""
     uid: Uid | None = None
     version: int = 0
+    policy: str | None = None
+    """The policy whose adapters the weights are."""
     path: str | None = None
     notice: TransferNotice | None = None
     """The transfer of the weights over a process group with the trainer; with neither the weights stay."""
@@ -198,6 +200,8 @@ class EngineProcess:
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         held, self._held = self._held, None
         call = EngineCall("update_weights", version=version)
+        if isinstance(source, PolicyWeights):
+            call.policy, source = source.role, source.source
         if source is None:
             await self._ask(call)
             self._held = held
@@ -431,7 +435,11 @@ async def execute(engine: ServedEngine, call: EngineCall, say: Callable[[EngineR
         arguments = [call.uid]
     elif call.method == "update_weights":
         notice = call.notice
-        arriving = None if notice is None else Incoming(notice, 0, current_device(notice.cuda))
-        arguments = [call.version, WeightFile(call.path) if call.path is not None else arriving]
+        given: WeightSource | None = None if notice is None else Incoming(notice, 0, current_device(notice.cuda))
+        if call.path is not None:
+            given = WeightFile(call.path)
+        if call.policy is not None and given is not None:
+            given = PolicyWeights(call.policy, given)
+        arguments = [call.version, given]
     found: Response | int | None = await getattr(engine, call.method)(*arguments)
     return found

@@ -51,7 +51,7 @@ from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter
 from braidrl.weights.in_place import InPlacePublisher
 from braidrl.weights.model_files import HubNames, model_in, shapes_in_folder
-from braidrl.weights.publisher import ModelWeights, Publisher
+from braidrl.weights.publisher import ModelWeights, OnePolicy, Publisher
 from braidrl.weights.shards import Parts, WeightPart
 from braidrl.weights.transfer import LayoutCopy
 
@@ -76,23 +76,27 @@ def start_engine(
     config, engines, spec = deployment.config, deployment.engines, engine_spec(role, deployment)
     rollout, limit_s = config.rollout, config.cluster.wait_limit_s
     beside = next((engine for engine in started.values() if isinstance(engine, EngineService)), None)
-    if lora := adapters_sent(worker, config):
-        room = min(rank for rank in LORA_RANKS if rank >= lora.rank)
-        own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    shared = deployment.shared_base if role in deployment.shared_base else ()
+    if shared and worker is None and not deployment.mode.concurrent:
+        raise UserError(f"rollout.shared_base: {role} generates in another pool than it trains in; remove it")
+    if adapters_sent(worker, config):
+        every = [lora.rank for one in shared or (role,) if (lora := settings_of(one, config).lora) is not None]
+        room = min(rank for rank in LORA_RANKS if rank >= max(every))
+        own = {"enable_lora": True, "max_loras": len(every), "max_lora_rank": room}
         spec = replace(spec, options={**own, **spec.options})
     if engines.home == "servers":
         return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens, beside)
     if engines.hosts_vllm or engines.pools_ranks:
         return spmd_engine(spec, role, ranks, worker, deployment, tokenizer)
     if engines.apart:
+        if (known := next((started[one] for one in shared if one in started), None)) is not None:
+            return known
         return EngineService(engines_of(role, ranks, spec, deployment), limit_s, beside=beside)
     if rollout.engine != "embedded":
         # A user's engine in this process.
         made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
         return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s, beside=beside)
-    if role in deployment.shared_base:
-        if worker is None and not deployment.mode.concurrent:
-            raise UserError(f"rollout.shared_base: {role} generates in another pool than it trains in; remove it")
+    if shared:
         trainer = None if worker is None else torch_worker(worker)
         return shared_engine(role, trainer, deployment, spec, tokenizer, started)
     # Decoding needs all weights on each rank, in its dtype and with adapters merged; else a frozen copy, refreshed at
@@ -185,8 +189,9 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deploy
         return InPlacePublisher(engine, source=None if shared else worker)
     config, engines, parts, ranks = deployment.config, deployment.engines, worker.weights, worker.ranks
     if lora := adapters_sent(worker, config):
-        adapters = partial(torch_worker(worker).weights, adapters_alone=True)
-        return FilePublisher(WeightWriter(adapters(), ranks, adapter=adapter_config(lora)), adapters, engine)
+        adapters, role = partial(torch_worker(worker).weights, adapters_alone=True), torch_worker(worker).role
+        writer = WeightWriter(adapters(), ranks, adapter=adapter_config(lora))
+        return FilePublisher(writer, adapters, OnePolicy(engine, role) if role in deployment.shared_base else engine)
     sharded = engines.hosts_vllm or engines.pools_ranks
     if isinstance(engine, SteppingEngine) and (sharded or config.rollout.engine == "embedded"):
         if shared or engine.phases:

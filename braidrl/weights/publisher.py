@@ -78,6 +78,17 @@ class PublishedEngine(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class OnePolicy:
+    """One of several policies of an engine, which gets adapters in its name."""
+
+    engine: PublishedEngine
+    role: str
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        self.engine.publish(version, None if source is None else PolicyWeights(self.role, source))
+
+
 class Publisher(Protocol):
     """A publisher of versions; all ranks that hold or receive weights call it at the same time."""
 

@@ -26,6 +26,7 @@ from tests.invariants.traces import assert_same, merged, run
 from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import (
     MIXTURE,
+    MODELS,
     ROOT,
     TOKENIZER,
     Workshop,
@@ -105,6 +106,31 @@ def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(worksh
         wanted = build_flow(config)
         with pytest.raises(UserError, match=f"rollout.shared_base.*{named}"):
             deploy(config, wanted).check(wanted)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_one_vllm_draws_for_each_policy_with_its_own_adapters(tmp_path: Path) -> None:
+    config, python = deepcopy(MODELS["qwen3"]), vllm_python()
+    config.update({"head_dim": 64})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    shop = Workshop(tmp_path, tmp_path / "model", write_jsonl(tmp_path / "train.jsonl", sums(64)))
+    rollout = {"max_response_tokens": 4, "shared_base": True, "engine": "vllm", "reproducible": True}
+    rollout |= {"python": str(python) if python else None}
+    trainer = {**TRAINER, "steps": 3, "checkpoint_every": 3}
+    run = shop.run("run", flow=str(ROOT / "tests" / "runtimes" / "two_policies.yaml"), rollout=rollout, trainer=trainer)
+    rows = recorded(run, 3)
+    gaps = []
+    for drawn, trained in (
+        ("rollout_log_probs", "old_log_probs"),
+        ("rival.rollout_log_probs", "rival.rival_log_probs"),
+    ):
+        gaps.append(float((rows[drawn].values - rows[trained].values).abs().max()))
+    print(f"greatest gaps of actor and rival: {gaps} nats")
+    assert max(gaps) < 1e-4
+    actor, rival = (weights_of(run, role) for role in ("actor", "rival"))
+    assert any(float((actor[name] - rival[name]).abs().max()) > 1e-3 for name in actor)
 
 
 def test_adapters_of_a_checkpoint_start_another_run(workshop: Workshop) -> None:

@@ -30,7 +30,7 @@ from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.engines.stepping import EngineReplica, RowEnded, SteppingEngine, answering, in_step
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_weights
-from braidrl.weights.publisher import WeightSource
+from braidrl.weights.publisher import PolicyWeights, WeightSource
 
 logger = logging.getLogger(__name__)
 ASK_EVERY_S = 0.02
@@ -67,7 +67,8 @@ class Router:
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self.failures: dict[int, EngineError] = {}
         self._version: int | None = None
-        self._source: WeightSource | None = None
+        self._sources: dict[str | None, WeightSource] = {}
+        """The weights that engines hold; of an engine of several policies those of each."""
         self._stored: WeightFile | None = None
         """The weights file that this router stored."""
         self._asleep = False
@@ -125,12 +126,14 @@ class Router:
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
         before = stored = None
-        if self._store is not None and source is not None and not isinstance(source, WeightFile | OfferedWeights):
-            source = stored = self._store(source.tensors())
+        whole = None if isinstance(source, WeightFile | OfferedWeights | PolicyWeights) else source
+        if self._store is not None and whole is not None:
+            source = stored = self._store(whole.tensors())
         self._version = version
         if source is not None:
             # An engine that recovers later is sent these weights, also after versions that do not change them.
-            before, self._source, self._stored = self._stored, source, stored
+            before, self._stored = self._stored, stored
+            self._sources[source.role if isinstance(source, PolicyWeights) else None] = source
         try:
             await self._everywhere(lambda engine: engine.update_weights(version, source))
         finally:
@@ -172,7 +175,8 @@ class Router:
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
         if self._stored is not None:
             self._stored.close()
-        self._source = self._stored = None
+        self._stored = None
+        self._sources.clear()
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def _place(self, uid: Uid) -> int | None:
@@ -234,7 +238,9 @@ class Router:
         while asleep is not self._asleep or self._version not in (None, version):
             if self._version not in (None, version):
                 version = self._version or 0
-                await engine.update_weights(version, self._source)
+                sources: list[WeightSource | None] = [*self._sources.values()]
+                for source in sources or [None]:
+                    await engine.update_weights(version, source)
             else:
                 asleep = self._asleep
                 await (engine.sleep() if asleep else engine.wake())

@@ -46,7 +46,7 @@ from braidrl.training.loading import load_vision
 from braidrl.weights.collective import Incoming
 from braidrl.weights.file import WeightFile
 from braidrl.weights.model_files import shapes_in_folder
-from braidrl.weights.publisher import WeightSource, check_shapes
+from braidrl.weights.publisher import PolicyWeights, WeightSource, check_shapes
 
 REPRODUCIBLE_SETTINGS = {
     # The engine core runs in the process that holds the rows, so that a step is one call.
@@ -87,8 +87,8 @@ class VllmEngine(SteppingEngine):
         self._rows: dict[str, EngineRow] = {}
         """The rows that vLLM has, by their names there."""
         self._names = itertools.count()
-        self._adapter: LoRARequest | None = None
-        """The adapter with which rows are drawn, where adapters alone are sent."""
+        self._adapters: dict[str | None, LoRARequest] = {}
+        """The adapters with which rows are drawn, where adapters alone are sent: by policy, or under None for all."""
         self._failure: EngineError | None = None
         """The error after which no token may be drawn, because the version of the weights is unknown."""
         self._is_given_again = False
@@ -109,9 +109,14 @@ class VllmEngine(SteppingEngine):
         Raises ValueError for a source that workers cannot read.
         """
         load: Callable[[], object] | None = None
+        policy: str | None = None
+        if isinstance(source, PolicyWeights):
+            policy, source = source.role, source.source
         if isinstance(source, WeightFile) and source.is_adapter:
-            self._adapter = LoRARequest("trained", 1, str(source.folder))
-            load = partial(self._engine.add_lora, LoRARequest("trained", 1, str(source.folder), load_inplace=True))
+            known = self._adapters.get(policy)
+            named = policy or "trained", known.lora_int_id if known else 1 + len(self._adapters), str(source.folder)
+            self._adapters[policy] = LoRARequest(*named)
+            load = partial(self._engine.add_lora, LoRARequest(*named, load_inplace=True))
         elif isinstance(source, WeightFile):
             check_shapes(source.shapes(), self._expected)
             load = partial(self._engine.collective_rpc, "take_weights", args=(str(source.path),))
@@ -187,7 +192,7 @@ class VllmEngine(SteppingEngine):
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
         # The salt keeps prompts computed with other weights from being reused.
-        salt = str(self.version)
+        salt = f"{self.version} {request.policy or ''}"
         prompt: Any = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
         if request.images and self._images is not None:
             prompt = self._images.prompt(request.prompt, request.images, salt)
@@ -207,7 +212,8 @@ class VllmEngine(SteppingEngine):
             output_kind=RequestOutputKind.DELTA,
             **drawn,
         )
-        self._engine.add_request(row.name, prompt, params, lora_request=self._adapter)
+        adapter = self._adapters.get(request.policy) or self._adapters.get(None)
+        self._engine.add_request(row.name, prompt, params, lora_request=adapter)
         self._rows[row.name] = row
 
     def abort(self, uid: Uid) -> Response:

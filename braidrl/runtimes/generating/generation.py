@@ -303,7 +303,7 @@ class Generation:
 
             def finished(ended: Trajectory) -> None:
                 drawn = sum(each.action_tokens for each in ended.every)
-                bar.update(1, drawn, sum(each.in_flight for each in engines.values()))
+                bar.update(1, drawn, sum(each.in_flight for each in set(engines.values())))
                 if stop is not None:
                     stop.count(drawn)
 
@@ -455,8 +455,8 @@ class Generation:
         return rewards
 
     def close(self) -> None:
-        # The event loop is the first one's.
-        for engine in reversed(self.engines.values()):
+        # The event loop is the first one's; policies may share an engine.
+        for engine in reversed(dict.fromkeys(self.engines.values())):
             engine.close()
         for publisher in self.publishers.values():
             publisher.close()
