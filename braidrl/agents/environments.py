@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from braidrl.agents.libraries import LIBRARIES
 from braidrl.agents.tool_turns import ToolTurns
-from braidrl.agents.turns import Context, Observation, outcome_of
+from braidrl.agents.turns import Context, EnvironmentFailed, Observation, outcome_of
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry, check_call, check_settings, import_function
 from braidrl.sandbox.answers import Answerer, Answering, Message
@@ -147,7 +147,10 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
             return {"tools": list(getattr(result, "tools", ())), "closes": hasattr(result, "close")}
         if method == "close" or (method == "reset" and not isinstance(result, Observation)):
             return {"context": result} if method == "reset" else {}
-        seen = outcome_of(result) if method == "act" else result
+        try:
+            seen = outcome_of(result) if method == "act" else result
+        except EnvironmentFailed as failed:
+            return {"failure": failed.reason, "detail": failed.detail}
         if not isinstance(seen, Observation):
             raise TypeError(f"`step` returned {seen!r}, which is no Observation")
         return {

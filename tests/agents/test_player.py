@@ -8,11 +8,12 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from braidrl.agents.environments import environments
+from braidrl.agents.environments import answerer, environments
 from braidrl.agents.player import EnvironmentPlayer
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.agents.turns import Observation
@@ -362,3 +363,11 @@ def test_an_unknown_environment_name_is_refused() -> None:
         environments("braidrl.agents.player:Limits", {})
     with pytest.raises(UserError, match="has no function 'Turn'"):
         environments(f"{HERE}:Turn", {})
+
+
+def test_a_score_that_is_none_has_the_same_reason_in_the_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("async def act(base_url, example):\n    return float('nan')\n")
+    answer = answerer(f"agent:{tmp_path}/mine.py:act", {})
+    answer("load", None)
+    found = asyncio.run(answer("act", ["http://127.0.0.1", {}]))  # type: ignore[arg-type]
+    assert found["failure"] == "TypeError" and "nan" in found["detail"]

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from braidrl.config import DataConfig, ImagesConfig, SourceConfig
+from braidrl.cli.show_data import show_data
+from braidrl.config import DataConfig, ImagesConfig, SourceConfig, parse_config
 from braidrl.data.images import ImageStore, names_in, with_images
 from braidrl.data.loader import PromptLoader, as_rows
 from braidrl.data.prompts import LoadedSource, load_train
@@ -234,3 +236,17 @@ def test_pixels_follow_the_configured_bounds(model: Path, tmp_path: Path) -> Non
         assert vision is not None
         name = vision.store.add(wide.getvalue(), tmp_path)
         assert len(vision.expansion(name)) == expected == int(vision.grid(name).prod()) // 4
+
+
+def test_braid_data_draws_each_image_in_a_terminal_with_colors(model: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "shown.jsonl", [{"prompt": "<image>?", "images": [as_uri(RED)], "answer": "1"}])
+    images = {"train": str(path), "images": {"folder": str(tmp_path / "store")}}
+    made = {"reward": {"verify": "exact"}, "rollout": {"max_response_tokens": 4}}
+    config = parse_config({"flow": "grpo", "model": str(model), "data": images, **made})
+    colored, plain = io.StringIO(), io.StringIO()
+    show_data(config, Console(file=colored, force_terminal=True, color_system="truecolor", width=200))
+    show_data(config, Console(file=plain, width=200))
+    assert "images a row: 1 in 1 rows" in plain.getvalue() and "image: 84 x 84 pixels, 9 tokens" in plain.getvalue()
+    # Each character is two pixels, of 32 in each direction; the square is red.
+    assert colored.getvalue().count("▀") == 32 * 16 and "▀" not in plain.getvalue()
+    assert "38;2;255;0;0" in colored.getvalue()
