@@ -15,7 +15,9 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import train
+from examples.turn_credit import demo as turn_credit
 from tests.cases import soak_but
+from tests.tiny import braid
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
@@ -88,3 +90,18 @@ def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str
             assert torch.equal(rows["sequence_lengths"].lengths, tries), "a conversation is one sequence"
         else:
             assert (rows["sequence_lengths"].lengths == 1).all()
+
+
+@pytest.mark.soak
+def test_credit_by_turn_finds_the_right_first_turn_by_the_command_of_the_page(tmp_path: Path) -> None:
+    turn_credit.prepare(tmp_path, 0)
+    own = [f"model={tmp_path}/model", f"data.train={tmp_path}/doors.jsonl", f"data.eval.doors={tmp_path}/doors.jsonl"]
+    shares = []
+    for flow in ("row_credit", "turn_credit"):
+        changes = [f"flow=examples/turn_credit/{flow}.yaml", f"output={tmp_path}", f"name={flow}", *own]
+        with braid("train", "examples/turn_credit/config.yaml", *changes, folder=EXAMPLES.parent) as process:
+            said = "".join(text or "" for text in process.communicate(timeout=300))
+        assert process.returncode == 0, said[-2000:]
+        shares.append(read_metrics(tmp_path / flow)[-1]["eval/doors/avg@4"])
+    print(f"right first turns: {shares[0]:.2f} with credit by row, {shares[1]:.2f} by turn")
+    assert shares[1] > max(0.6, shares[0])
