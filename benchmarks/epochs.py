@@ -1,7 +1,7 @@
 """Exact speculation over repeated epochs: runs without and with `rollout.speculation`, the same prompts in each step.
 
     python -m benchmarks.epochs arithmetic
-    python -m benchmarks.epochs sums --prompts 16 --steps 2
+    python -m benchmarks.epochs sums --prompts 16 --steps 2 --slots 16
 
 model, prompts ──braid train, speculation=off──▶ metrics ┬─▶ equal in all but what a clock measures
                ──braid train, speculation=auto─▶ metrics ┴─▶ seconds of generation, passes and guesses of each epoch
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ def arithmetic(prompts: int) -> list[str]:
         "flow=grpo",
         "rollout.max_response_tokens=40",
         "trainer.learning_rate=5e-4",
-        "rollout.slots=128",
     ]
 
 
@@ -66,7 +66,6 @@ def smollm2(prompts: int) -> list[str]:
         "flow=grpo",
         "rollout.max_response_tokens=16",
         "trainer.learning_rate=1e-5",
-        "rollout.slots=256",
         "trainer.share_prompts=true",
     ]
 
@@ -75,7 +74,8 @@ TASKS = {"arithmetic": arithmetic, "sums": smollm2}
 
 
 def run(task: list[str], name: str, prompts: int, steps: int, speculation: str) -> list[dict[str, Any]]:
-    """Train over the same prompts in each step, and return the metrics of the steps."""
+    """Train over the same prompts in each step, and return the metrics of the steps; an earlier run is replaced."""
+    shutil.rmtree(WORK / f"{name}-{speculation}", ignore_errors=True)
     overrides = [
         *task,
         f"name={name}-{speculation}",
@@ -107,11 +107,12 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10, help="steps, each an epoch over all prompts")
+    parser.add_argument("--slots", type=int, default=128, help="rows that are decoded at once")
     parser.add_argument("--turns", type=int, default=1, help="runs of each side, in turn; the fastest counts")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engine's weights")
     arguments = parser.parse_args()
     for name in arguments.tasks:
-        task = [*TASKS[name](arguments.prompts), f"rollout.dtype={arguments.dtype}"]
+        task = [*TASKS[name](arguments.prompts), f"rollout.dtype={arguments.dtype}", f"rollout.slots={arguments.slots}"]
         best: dict[str, list[dict[str, Any]]] = {}
         for turn, way in itertools.product(range(arguments.turns), WAYS):
             lines = run(task, f"{name}-{turn}", arguments.prompts, arguments.steps, way)
@@ -119,7 +120,8 @@ def main() -> None:
             key = f"time/{STAGE}"
             best[way] = [{**new, key: min(old[key], new[key])} for old, new in zip(earlier, lines, strict=True)]
         epochs = [epoch(i + 1, *pair) for i, pair in enumerate(zip(best["off"], best["auto"], strict=True))]
-        print(f"\n{name}, {arguments.dtype}: {arguments.prompts} prompts x 8 samples; all other metrics are equal")
+        rows = f"{arguments.prompts} prompts x 8 samples in {arguments.slots} slots"
+        print(f"\n{name}, {arguments.dtype}: {rows}; all other metrics are equal")
         print("epoch  seconds off  seconds auto  times as fast  passes a token  guesses a token  of them right")
         for one in epochs:
             ratio = one["seconds_off"] / one["seconds_auto"]
@@ -127,7 +129,11 @@ def main() -> None:
             figures = "".join(f"{share:>16.2f}" for share in shares)
             print(f"{one['epoch']:>5} {one['seconds_off']:>12.2f} {one['seconds_auto']:>13.2f} {ratio:>14.2f}{figures}")
         known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-        known[f"{name} {arguments.dtype}"] = {**vars(arguments), **describe(torch.get_num_threads()), "epochs": epochs}
+        known[f"{name} {arguments.dtype} {arguments.slots} slots"] = {
+            **vars(arguments),
+            **describe(torch.get_num_threads()),
+            "epochs": epochs,
+        }
         RESULT.write_text(json.dumps(known, indent=1) + "\n")
 
 
