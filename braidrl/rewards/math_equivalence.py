@@ -8,6 +8,8 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from math_verify import parse, verify
+from sympy.core.relational import Relational  # type: ignore[import-untyped]
+from sympy.logic.boolalg import Boolean  # type: ignore[import-untyped]
 
 from braidrl.data.conversions import boxed_parts
 
@@ -20,6 +22,11 @@ BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\{,\}|\\thinspace|[\u2009\u2
 """Spaces and commas that LaTeX writes between thousands."""
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 """A decimal whose last digits repeat."""
+DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?)\s*(?:\{|\\left\(|\()?\s*"
+    r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\}|\\right\)|\))?"
+)
+"""A trigonometric function of degrees, which math-verify reads as radians."""
 BASE = re.compile(r"[\s$]*[-+]?[\d.,\s]*\d\s*_\s*\{?\s*(\d+)\s*\}?[\s$.]*")
 """A number in another base, which math-verify reads without its base."""
 POINTS = [sympy.Rational(n, 7) for n in (3, 16, 38, -5, -19, 2)]
@@ -64,13 +71,16 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
 
 
 def readable(text: str) -> str:
-    """Return a text with its thousands joined, and its repeating decimals as fractions."""
+    """Return a text with its thousands joined, repeating decimals as fractions, angles of trigonometric functions in
+    radians, and one sign of the empty set.
+    """
 
     def fraction(match: re.Match[str]) -> str:
         before, after, again = match.groups()
         below = 10 ** len(after) * (10 ** len(again) - 1)
         return rf"\frac{{{int(before + after + again) - int(before + after or 0)}}}{{{below}}}"
 
+    text = DEGREES.sub(r"\1(\2\\pi/180)", text.replace(r"\varnothing", r"\emptyset"))
     return REPEATING.sub(fraction, BETWEEN_DIGITS.sub("", text))
 
 
@@ -94,18 +104,41 @@ def equal(gold: Any, given: Any) -> bool:
     """Return whether two parsed answers are equal.
 
     math-verify rounds numbers to six decimals, so exact ones must agree relatively too; and it takes a symbol for any
-    complex number, so expressions are also compared where both are real. Numbers in two bases differ.
+    complex number, so expressions are also compared where both are real. Numbers in two bases differ. Inequalities
+    equal the interval that they describe. The same text is equal, also where its value is too large to compute.
     """
     if len({base_of(gold), base_of(given)} - {None}) > 1:
         return False
+    if gold and given and isinstance(gold[-1], str) and gold[-1] == given[-1]:
+        return True
     expected, answered = (parts[0] if parts and isinstance(parts[0], sympy.Expr) else None for parts in (gold, given))
     right = verify(gold, given, timeout_seconds=None)
     if expected is None or answered is None:
-        return bool(right)
+        return bool(right) or equal_regions(gold, given)
     if right:
         exact = all(part.is_number and not part.has(sympy.Float) for part in (expected, answered))
         return not exact or not all(map(is_small, (expected, answered))) or near(expected, answered)
     return equal_complex(expected, answered) or equal_where_real(expected, answered)
+
+
+def equal_regions(gold: Any, given: Any) -> bool:
+    """Return whether an interval or another set, and inequalities of one symbol, describe the same numbers."""
+    regions = [region(parts[0]) for parts in (gold, given) if parts]
+    if len(regions) < 2 or None in regions or not any(isinstance(parts[0], sympy.Set) for parts in (gold, given)):
+        return False
+    first, second = regions
+    return bool(first.is_subset(second) and second.is_subset(first))
+
+
+def region(part: Any) -> Any:
+    """Return the set that a set, or inequalities of one symbol joined by "and" or "or", describe; else None."""
+    if isinstance(part, sympy.Eq) and isinstance(part.rhs, sympy.Set):
+        return part.rhs
+    if isinstance(part, sympy.FiniteSet) and part.args and all(isinstance(one, Relational) for one in part.args):
+        part = sympy.Or(*part.args)
+    if isinstance(part, Boolean) and len(part.free_symbols) == 1:
+        return part.as_set()
+    return part if isinstance(part, sympy.Set) else None
 
 
 def is_small(number: Any) -> bool:

@@ -126,6 +126,15 @@ def test_format_matches_the_whole_response_over_several_lines():
         ("5", r"\boxed{(2+i)(2-i)}"),
         ("101_2", r"\boxed{101_{2}}"),
         ("101_2", r"\boxed{101}"),
+        ("(-2,3)", r"\boxed{-2<x<3}"),
+        (r"[3,\infty)", r"\boxed{x \ge 3}"),
+        ("|x|<1", r"\boxed{(-1,1)}"),
+        (r"(-\infty,2)\cup(2,\infty)", r"\boxed{x \neq 2}"),
+        (r"(-\infty,-1)\cup(2,\infty)", r"\boxed{x<-1 \text{ or } x>2}"),
+        (r"\emptyset", r"\boxed{\varnothing}"),
+        (r"\cos 15^\circ", r"\boxed{\frac{\sqrt{6}+\sqrt{2}}{4}}"),
+        (r"\tan^2(60^{\circ})", r"\boxed{3}"),
+        ("10^{10^{10}}", r"\boxed{10^{10^{10}}}"),
     ],
 )
 def test_equivalent_mathematics_is_accepted(answer, response):
@@ -157,6 +166,9 @@ def test_equivalent_mathematics_is_accepted(answer, response):
         (r"10^{15}", r"\boxed{10^{15}+1}"),
         (["1", "2"], r"\boxed{3}"),
         ('["34"]', r"\boxed{3}"),
+        ("(-2,3)", r"\boxed{-2<x\le3}"),
+        ("-2<y<3", r"\boxed{-2<x<3}"),
+        (r"\cos 15^\circ", r"\boxed{\cos 15}"),
     ],
 )
 def test_other_mathematics_is_refused(answer, response):
