@@ -47,16 +47,24 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @cache
 def has_row_product(dtype: torch.dtype) -> bool:
+    """Return True if this processor has `row_product`'s vector units, and none that multiply bfloat16 by themselves."""
+    flags = set(processor().get("flags", "").split())
+    if "avx2" not in flags or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if dtype == torch.bfloat16 and flags & {"avx512_bf16", "amx_bf16"}:
+        return False
+    return library("products", dtype) is not None
+
+
+@cache
+def decodes_by_row_product(dtype: torch.dtype) -> bool:
     """Return True if `row_product` is the faster one for decoding on this processor.
 
     On AVX2 a float32 product of 1 row takes a fifth of the time of torch's 16, and 16 to 256 rows take as long as
-    torch's; bfloat16 products without bfloat16 units take a fifth. With units of 512 bits torch multiplies.
+    torch's; bfloat16 products without bfloat16 units take a fifth. With units of 512 bits 1 to 16 rows take a third to
+    four fifths, but 128 rows 1.1 to 1.3 times as long, so torch multiplies.
     """
-    units = {torch.float32: {"avx512f"}, torch.bfloat16: {"avx512_bf16", "amx_bf16"}}
-    flags = set(processor().get("flags", "").split())
-    if "avx2" not in flags or dtype not in units or flags & units[dtype]:
-        return False
-    return library("products", dtype) is not None
+    return has_row_product(dtype) and not (dtype == torch.float32 and "avx512f" in processor().get("flags", "").split())
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,14 @@
    product, summed in vectors along the inner dimension in one order.
 
    Threads share the weight's rows, and each reads its own once for a block of x's rows. A tile of ROWS x COLUMNS results stays in
-   registers. The cost of few rows is that of reading the weight. */
+   registers. The cost of few rows is that of reading the weight.
+
+   Sums stay in the order in which they are written: for other numbers of rows a compiler would find other orders. */
+#ifdef __clang__
+#pragma clang fp reassociate(off)
+#else
+#pragma GCC optimize("no-associative-math")
+#endif
 #include "numbers.h"
 #include <string.h>
 
@@ -17,7 +24,7 @@
 #define CACHED 65536 /* numbers of x that a block of rows has, so that it stays in a core's cache */
 typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16)));
-typedef int32_t indices __attribute__((vector_size(16)));
+typedef int32_t lanes __attribute__((vector_size(WIDTH == 16 ? 64 : 16)));
 
 /* Loads a vector once: compilers would rather load it for each of its products, and loads are what is scarce. */
 #ifdef __x86_64__
@@ -26,27 +33,37 @@ typedef int32_t indices __attribute__((vector_size(16)));
 #define IN_REGISTER(v)
 #endif
 
-static inline quad quarter(vector x, int i) {
-    quad q;
-    memcpy(&q, (const float *)&x + 4 * i, sizeof q);
-    return q;
-}
-
-static inline quad folded(vector x) {
+/* The sums of four vectors' numbers: halves are added until one number of each is left. */
 #if WIDTH == 16
-    return (quarter(x, 0) + quarter(x, 2)) + (quarter(x, 1) + quarter(x, 3));
+#define HALVES(a, b, i, j, k, l)                                                                                        \
+    __builtin_shuffle(a, b, (lanes){i, i + 1, i + 2, i + 3, j, j + 1, j + 2, j + 3, k, k + 1, k + 2, k + 3, l, l + 1,     \
+                                    l + 2, l + 3})
+static inline quad sums_of(vector a, vector b, vector c, vector d) {
+    vector ab = HALVES(a, b, 0, 4, 16, 20) + HALVES(a, b, 8, 12, 24, 28);
+    vector cd = HALVES(c, d, 0, 4, 16, 20) + HALVES(c, d, 8, 12, 24, 28);
+    vector all = HALVES(ab, cd, 0, 8, 16, 24) + HALVES(ab, cd, 4, 12, 20, 28);
+    all += __builtin_shuffle(all, (lanes){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    all += __builtin_shuffle(all, (lanes){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+    all = __builtin_shuffle(all, (lanes){0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12});
+    quad sums;
+    memcpy(&sums, &all, sizeof sums);
+    return sums;
+}
 #else
-    return quarter(x, 0) + quarter(x, 1);
-#endif
+static inline quad folded(vector x) {
+    quad low, high;
+    memcpy(&low, &x, sizeof low);
+    memcpy(&high, (const float *)&x + 4, sizeof high);
+    return low + high;
 }
 
-/* The sums of four vectors' numbers. */
 static inline quad sums_of(vector a, vector b, vector c, vector d) {
     quad p = folded(a), q = folded(b), r = folded(c), s = folded(d);
-    quad ab = __builtin_shuffle(p, q, (indices){0, 4, 1, 5}) + __builtin_shuffle(p, q, (indices){2, 6, 3, 7});
-    quad cd = __builtin_shuffle(r, s, (indices){0, 4, 1, 5}) + __builtin_shuffle(r, s, (indices){2, 6, 3, 7});
-    return __builtin_shuffle(ab, cd, (indices){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (indices){2, 3, 6, 7});
+    quad ab = __builtin_shuffle(p, q, (lanes){0, 4, 1, 5}) + __builtin_shuffle(p, q, (lanes){2, 6, 3, 7});
+    quad cd = __builtin_shuffle(r, s, (lanes){0, 4, 1, 5}) + __builtin_shuffle(r, s, (lanes){2, 6, 3, 7});
+    return __builtin_shuffle(ab, cd, (lanes){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (lanes){2, 3, 6, 7});
 }
+#endif
 
 static inline __attribute__((always_inline)) void tile(const float *restrict x, const float *restrict w, int64_t inner, int rows,
                                                        int columns, float sums[ROWS][COLUMNS]) {
@@ -126,13 +143,20 @@ int product(const number *x, const number *weight, const number *bias, number *o
                     widened(weight + c * inner, wide, inner, padded, memory + block * padded);
                     right = memory + block * padded;
                 }
+                float added[COLUMNS] = {0};
+                for (int k = 0; bias && k < wide; k++) added[k] = load(bias[c + k]);
                 for (int64_t r = 0; r < count; r += ROWS) {
                     int high = count - r < ROWS ? (int)(count - r) : ROWS;
                     float sums[ROWS][COLUMNS];
                     tile_of(left + r * padded, right, padded, high, wide, sums);
-                    for (int i = 0; i < high; i++)
-                        for (int k = 0; k < wide; k++)
-                            out[(first + r + i) * columns + c + k] = store(sums[i][k] + (bias ? load(bias[c + k]) : 0.0f));
+                    for (int i = 0; i < high; i++) {
+                        number *to = out + (first + r + i) * columns + c;
+                        for (int k = 0; k < COLUMNS; k++) sums[i][k] += added[k];
+                        if (wide == COLUMNS)
+                            for (int k = 0; k < COLUMNS; k++) to[k] = store(sums[i][k]);
+                        else
+                            for (int k = 0; k < wide; k++) to[k] = store(sums[i][k]);
+                    }
                 }
             }
         }

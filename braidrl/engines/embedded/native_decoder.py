@@ -26,7 +26,7 @@ from braidrl.engines.embedded.adapters import PolicyAdapters, SideBySide
 from braidrl.engines.embedded.sharded_decoding import SendHidden
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
 from braidrl.native.building import address, library
-from braidrl.native.linear import ProductLinear, has_row_product, product, row_product
+from braidrl.native.linear import ProductLinear, decodes_by_row_product, has_row_product, product, row_product
 from braidrl.training.compute.experts import ExpertProducts, Sorting
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.decoders.body import decoder_of
@@ -261,7 +261,7 @@ class NativeDecoder:
         self._known = -1
         self._policies: Tensor | None = None
         """The number of the policy of each token in this step."""
-        self._product = row_product if has_row_product(model.dtype) else product
+        self._product = row_product if decodes_by_row_product(model.dtype) else product
         self.row_multiple = 4 if self._product is row_product else ROW_MULTIPLE
         """Tokens of a step are a multiple of this: a tile of the product, or what gives a row the same bits."""
         self._cached = config.num_key_value_heads, (width, width)
