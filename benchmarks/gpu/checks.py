@@ -174,7 +174,7 @@ def _generates_what_it_trains(place: Place, **trainer: Any) -> dict[str, Any]:
     assert losses[-1] < losses[0], losses
     if (shared := role.shared_model) is None:
         return {"losses": losses, "engine": "has a merged copy"}
-    engine = models.EmbeddedEngine(shared, models.tokenizer(), 16, 64)
+    engine = models.EmbeddedEngine(shared, models.tokenizer(), models.Decoding(16, 64))
     asked = models.requests(4, 4, 5, 8, place.shape.vocabulary)
     answers = engine.generate(asked)
     tokens = torch.stack([torch.cat([q.prompt, a.tokens]) for q, a in zip(asked, answers, strict=True)])

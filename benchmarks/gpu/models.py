@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import BackendSpec
@@ -139,7 +139,7 @@ def worker(model: Path, device: str, dtype: str, **trainer: Any) -> RoleWorker:
 
 def engine(role: RoleWorker, rows: int, tokens: int, compile: bool = True) -> EmbeddedEngine:
     """Return an embedded engine on a role's own weights."""
-    return EmbeddedEngine(role.model, tokenizer(), rows, tokens, compile=compile)
+    return EmbeddedEngine(role.model, tokenizer(), Decoding(rows, tokens, compile=compile))
 
 
 def requests(rows: int, group: int, prompt: int, response: int, vocabulary: int) -> list[Request]:

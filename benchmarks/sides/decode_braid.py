@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.turns import Turn
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.training.loading import load_decoder, load_tokenizer
 
@@ -19,7 +19,9 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     model = load_decoder(case["model"], getattr(torch, case["dtype"]))
     lengths, group = case["lengths"], case["group"]
     longest = len(case["prompts"][0]) + max(lengths)
-    engine = EmbeddedEngine(model, load_tokenizer(case["model"]), len(lengths), longest, **case.get("engine", {}))
+    engine = EmbeddedEngine(
+        model, load_tokenizer(case["model"]), Decoding(len(lengths), longest, **case.get("engine", {}))
+    )
     requests = [
         Request(
             (0, i // group, i % group),

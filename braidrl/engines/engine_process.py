@@ -30,7 +30,7 @@ from braidrl.cluster.watchdog import named
 from braidrl.config import ImagesConfig
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Uid
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.engine import ENGINES, NOTHING_YET, EngineError, EngineSpec, Load, ServedEngine
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.spanning import LOOK_S, SpanningEngine
@@ -340,7 +340,7 @@ def embedded_engine(spec: EngineSpec) -> SteppingEngine:
     model = load_decoder(Path(spec.model), getattr(torch, spec.dtype), spec.device).requires_grad_(False).eval()
     images = engine_images(model, spec)
     return EmbeddedEngine(
-        model, tokenizer, spec.slots, spec.max_sequence_tokens, spec.seed, images=images, **spec.options
+        model, tokenizer, Decoding(spec.slots, spec.max_sequence_tokens, spec.seed, **spec.options), images=images
     )
 
 

@@ -28,7 +28,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.data.chat import end_ids_of
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.embedded.adapters import PolicyAdapters, share_weights
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, DecodingRanks, EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, EngineSpec, ServedEngine
 from braidrl.engines.engine_process import EngineProcess, engine_images
@@ -107,11 +107,8 @@ def start_engine(
     return EmbeddedEngine(
         model,
         tokenizer,
-        spec.slots,
-        spec.max_sequence_tokens,
-        config.seed,
+        Decoding(spec.slots, spec.max_sequence_tokens, config.seed, **spec.options),
         images=engine_images(model, spec),
-        **spec.options,
     )
 
 
@@ -144,7 +141,7 @@ def shared_engine(
             raise UserError(f"rollout.shared_base: {spec.model} does not compute packed rows; remove it")
         share_weights(model, trained)
         size, adapters = spec.max_sequence_tokens, PolicyAdapters(model)
-        known = EmbeddedEngine(model, tokenizer, spec.slots, size, seed, adapters=adapters, **spec.options)
+        known = EmbeddedEngine(model, tokenizer, Decoding(spec.slots, size, seed, **spec.options), adapters=adapters)
     assert isinstance(known, EmbeddedEngine) and known.adapters is not None
     # Compiled decoding has moved some of the base's tensors together.
     share_weights(trained, known.model)
@@ -327,13 +324,8 @@ def spmd_engine(
         made = EmbeddedEngine(
             model,
             tokenizer,
-            spec.slots,
-            spec.max_sequence_tokens,
-            config.seed,
-            compile=rollout.compile,
-            slices=slices,
-            pipeline=pipeline,
-            group=group,
+            Decoding(spec.slots, spec.max_sequence_tokens, config.seed, compile=rollout.compile),
+            DecodingRanks(slices=slices, pipeline=pipeline, group=group),
         )
     if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
         made.take_turns(worker.weights, training, worker.ranks, layout)

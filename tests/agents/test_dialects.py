@@ -17,7 +17,7 @@ from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.agents.turns import TurnTemplate
 from braidrl.algorithms.ragged import Ragged
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from tests.agents.chat import Script, make_chat_tokenizer, turn_template
@@ -137,7 +137,7 @@ def test_one_conversation_has_the_same_tokens_and_row_in_every_dialect(style: st
     template = turn_template(tokenizer)
 
     async def run(begin: Callable[[str, TurnTemplate], Say]) -> Trajectory:
-        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400))
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400)))
         async with Endpoint(engine, template, SamplingParams(max_tokens=30), 400) as endpoint:
             say = begin(endpoint.open(row := Trajectory((0, 3, 1))), template)
             for text in USERS:
@@ -161,7 +161,7 @@ def test_a_branch_or_a_second_agent_continues_with_the_exact_tokens_of_its_turn(
     tokenizer, model = engine_parts("chatml")
 
     async def run() -> Trajectory:
-        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 600))
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 600)))
         async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=8), 600) as endpoint:
             url, path = endpoint.open(row := Trajectory((0, 0, 0))), "/v1/chat/completions"
             user, more = {"role": "user", "content": "a b"}, {"role": "user", "content": "more"}

@@ -19,7 +19,7 @@ from braidrl.agents.streamed_turns import TurnStream
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
@@ -54,7 +54,7 @@ async def chatting(url: str, example: dict[str, Any]) -> float:
 
 def test_each_agent_conversation_is_one_row_with_the_engines_tokens() -> None:
     tokenizer, model = engine_parts("chatml")
-    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400)))
+    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400))))
     rows = make_rows(tokenizer, ["the number", "a b"], samples=3)
 
     async def run() -> list[Any]:
@@ -178,7 +178,7 @@ def test_a_malformed_request_gets_its_reason_and_affects_no_other_row() -> None:
             return response.status, answer.get("error", {}).get("message", "")
 
     async def run() -> tuple[dict[str, tuple[int, str]], list[int], Any, Any]:
-        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400))
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400)))
         async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:
             bad, good = endpoint.open(Trajectory((0, 0, 0))), endpoint.open(Trajectory((0, 0, 1)))
             answers = {name: await send(bad, body) for name, (body, _) in MALFORMED.items()}
@@ -268,7 +268,7 @@ def test_a_clients_stop_text_is_cut_from_the_reply_but_trained() -> None:
     user, uid = [{"role": "user", "content": "a"}], (0, 0, 0)
 
     async def run() -> tuple[str, str, list[int], list[int]]:
-        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400))
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400)))
         async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=40), 400) as endpoint:
             found = []
             for stop in (None, [" "], " "):
@@ -380,7 +380,7 @@ def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
 
 def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
     tokenizer, model = engine_parts("chatml")
-    engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, 16, 400)), turn_template(tokenizer)
+    engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, Decoding(16, 400))), turn_template(tokenizer)
 
     async def run() -> None:
         async with Endpoint(engine, template, SamplingParams(max_tokens=40, ends=False), 400) as endpoint:

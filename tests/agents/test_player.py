@@ -18,7 +18,7 @@ from braidrl.agents.player import EnvironmentPlayer
 from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
 from braidrl.agents.turns import Observation
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.router import Router
 from braidrl.engines.stepping import EngineReplica
@@ -266,7 +266,7 @@ def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> N
 
 
 def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
-    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
+    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), Decoding(16, 300)))
     sampling = SamplingParams(max_tokens=30, ends=False)
     episodes = EnvironmentPlayer(engine, Turns, turn_template(make_tokenizer()), sampling, limits=LIMITS)  # type: ignore[arg-type]
 
@@ -289,7 +289,7 @@ def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
 
 def other_run() -> list[int]:
     """Return the tokens of the first row without an abort."""
-    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
+    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), Decoding(16, 300)))
     episodes = EnvironmentPlayer(
         engine, Turns, turn_template(make_tokenizer()), SamplingParams(max_tokens=30, ends=False), limits=LIMITS
     )  # type: ignore[arg-type]
@@ -309,7 +309,7 @@ def test_episodes_have_the_same_tokens_on_one_engine_and_four_replicas() -> None
     model, tokenizer = make_model(), make_tokenizer()
 
     def play(replicas: int, slots: int) -> list[tuple[list[int], list[int]]]:
-        engines = [EngineReplica(EmbeddedEngine(model, tokenizer, slots, 300)) for _ in range(replicas)]
+        engines = [EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(slots, 300))) for _ in range(replicas)]
         engine = engines[0] if replicas == 1 else Router(engines)
         episodes = EnvironmentPlayer(
             engine, Jittery, turn_template(tokenizer), SamplingParams(max_tokens=12), limits=LIMITS

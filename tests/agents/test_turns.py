@@ -17,7 +17,7 @@ from braidrl.agents.trajectory import Limits, trajectory_columns
 from braidrl.agents.turns import MARK, Observation
 from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import FinishReason, Rows
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
@@ -87,7 +87,7 @@ def test_a_row_holds_exactly_the_engines_tokens_with_trainings_log_probs(
     style: str | None, histories: list[list[Observation]]
 ) -> None:
     tokenizer, model = engine_parts(style)
-    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, LIMIT)))
+    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, LIMIT))))
     waiting = list(histories)
     episodes = EnvironmentPlayer(
         recorder, lambda: Told(waiting.pop(0)), turn_template(tokenizer), SamplingParams(max_tokens=9), limits=LIMITS

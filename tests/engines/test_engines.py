@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from braidrl.data.rows import Uid
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests, under_way
 from braidrl.engines.requests import Request, Response
@@ -27,11 +27,11 @@ LIMIT = 128
 
 def replica(slots: int = 16) -> EngineReplica:
     """Return an engine with its own module, so that weights can change."""
-    return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, slots, LIMIT))
+    return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, Decoding(slots, LIMIT)))
 
 
 def copy_in_float64() -> EngineReplica:
-    return EngineReplica(EmbeddedEngine(deepcopy(MODEL).double(), TOKENIZER, 16, LIMIT))
+    return EngineReplica(EmbeddedEngine(deepcopy(MODEL).double(), TOKENIZER, Decoding(16, LIMIT)))
 
 
 def other_weights() -> ModelWeights:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Response, SamplingParams, joined, remaining_request
 from braidrl.engines.stepping import EngineReplica
 from tests.engines.tiny import make_model, make_requests, make_tokenizer, response_of, training_log_probs
@@ -17,8 +17,8 @@ from tests.engines.tiny import make_model, make_requests, make_tokenizer, respon
 def test_aborted_and_continued_rows_equal_those_of_an_undisturbed_run() -> None:
     model, tokenizer = make_model(), make_tokenizer()
     requests = make_requests(4, 3, SamplingParams(max_tokens=30, temperature=0.9), shortest=4)
-    whole = EmbeddedEngine(model, tokenizer, 16, 128).generate(requests)
-    engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 128))
+    whole = EmbeddedEngine(model, tokenizer, Decoding(16, 128)).generate(requests)
+    engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 128)))
 
     async def in_two_parts() -> list[Response]:
         tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]

@@ -11,7 +11,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from braidrl.algorithms.random import uniform
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.engines.sampling import BLOCK, BatchSampling, inverse_cdf, sample
 from tests.cases import soak_but
@@ -135,7 +135,7 @@ def test_the_engines_first_tokens_have_the_models_frequencies() -> None:
     requests = [
         Request((0, 0, sample), prompt, SamplingParams(max_tokens=1, temperature=0.5)) for sample in range(4000)
     ]
-    finished = EmbeddedEngine(model, make_tokenizer(), 256, 16).generate(requests)
+    finished = EmbeddedEngine(model, make_tokenizer(), Decoding(256, 16)).generate(requests)
     every = [Request((0, 0, 0), prompt, SamplingParams(temperature=0.5))] * 260
     answers = [response_of((0, 0, 0), torch.tensor([t]), FinishReason.LENGTH) for t in range(260)]
     probabilities = torch.cat(training_log_probs(model, every, answers)).exp()

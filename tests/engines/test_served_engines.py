@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from braidrl.data.rows import Uid
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, all_of, requests
 from braidrl.engines.engine_process import EngineProcess
@@ -190,7 +190,7 @@ def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[
 
 def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
     """Return the tokens that one engine in this process samples."""
-    engine = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT)
+    engine = EmbeddedEngine(MODEL, make_tokenizer(), Decoding(16, LIMIT))
     return {row.uid: row.tokens.tolist() for row in engine.generate(wanted)}
 
 

@@ -20,7 +20,7 @@ from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
 from braidrl.config import ImagesConfig, parse_config
 from braidrl.data.templates import PromptTemplate
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
@@ -217,7 +217,9 @@ def test_an_agents_images_are_seen_in_every_turn(folder: Path, tmp_path: Path) -
     vision = load_vision(folder / "model", ImagesConfig(folder=tmp_path))
     assert vision is not None
     model = load_decoder(folder / "model").requires_grad_(False).eval()
-    engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 256, images=images_of(model, vision, 64, False)))
+    engine = EngineReplica(
+        EmbeddedEngine(model, tokenizer, Decoding(16, 256), images=images_of(model, vision, 64, False))
+    )
     template = TurnTemplate(PromptTemplate(tokenizer, vision=vision))
 
     async def play() -> Trajectory:

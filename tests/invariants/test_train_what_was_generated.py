@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from braidrl.data.prompts import load_train
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.training.loading import load_decoder
 from tests.tiny import MODELS, TOKENIZER, Workshop, recorded
@@ -64,7 +64,7 @@ def test_recorded_ids_are_prompt_and_generated_tokens(workshop: Workshop) -> Non
     config = workshop.config()
     (source,) = load_train(config.data, TOKENIZER)
     prompts = {example.prompt: source.prompt(i) for i, example in enumerate(source)}
-    engine = EmbeddedEngine(load_decoder(workshop.model), TOKENIZER, 16, 64, seed=config.seed)
+    engine = EmbeddedEngine(load_decoder(workshop.model), TOKENIZER, Decoding(16, 64, seed=config.seed))
     sampling = SamplingParams(temperature=TEMPERATURE, top_k=6, max_tokens=8)
     for row, uid in enumerate(rows.uids()):
         prompt = prompts[rows["metadata"][row]["prompt"]]

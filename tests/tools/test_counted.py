@@ -13,12 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = """
 import torch
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.weights.file import stored_weights
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import make_model, make_tokenizer
 
-engine = EmbeddedEngine(make_model(), make_tokenizer(), 2, 32)
+engine = EmbeddedEngine(make_model(), make_tokenizer(), Decoding(2, 32))
 other = ModelWeights(make_model())
 file = stored_weights(other.tensors())
 engine.publish(1, file)

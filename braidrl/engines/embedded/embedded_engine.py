@@ -147,50 +147,68 @@ class Prompts:
             self.computed_tokens += sum(lengths)
 
 
-class EmbeddedEngine(SteppingEngine):
-    """An engine that generates with `model`, the trainer's own module.
+@dataclass(frozen=True)
+class Decoding:
+    """How an embedded engine decodes."""
 
-    `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response
-    together. `shrink` makes steps without compiled kernels smaller when few rows are left; it is the default on the
-    CPU, where results stay bitwise equal. `compile` is `rollout.compile`, `speculation` is `rollout.speculation`.
+    slots: int
+    """Rows that are decoded at once, rounded up to a multiple of 16."""
+    max_sequence_tokens: int
+    """Tokens of a prompt and its response together."""
+    seed: int = 0
+    shrink: bool | None = None
+    """Make steps without compiled kernels smaller when few rows are left; by default on the CPU, where results stay
+    bitwise equal.
     """
+    compile: bool = True
+    """`rollout.compile`."""
+    speculation: Literal["auto", "off"] = "auto"
+    """`rollout.speculation`."""
+
+
+@dataclass(frozen=True)
+class DecodingRanks:
+    """The ranks that decode together: all of them execute the same calls in the same order."""
+
+    slices: Slices | None = None
+    """Those of this rank's shard of the model."""
+    pipeline: dist.ProcessGroup | None = None
+    """The ranks with other layers, of which the last one draws."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that each bring requests of their own."""
+
+
+ALONE = DecodingRanks()
+
+
+class EmbeddedEngine(SteppingEngine):
+    """An engine that generates with `model`, the trainer's own module."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        slots: int,
-        max_sequence_tokens: int,
-        seed: int = 0,
-        shrink: bool | None = None,
-        compile: bool = True,
-        speculation: Literal["auto", "off"] = "auto",
-        slices: Slices | None = None,
-        pipeline: dist.ProcessGroup | None = None,
-        group: dist.ProcessGroup | None = None,
+        decoding: Decoding,
+        ranks: DecodingRanks = ALONE,
         images: ModelImages | None = None,
         adapters: PolicyAdapters | None = None,
     ) -> None:
-        """Make the engine, with `slices` of one rank's shard of a model: all ranks execute the same calls in the same
-        order.
-
-        `images` are those of a model that sees, and `adapters` those of several policies on a model without any.
-        With `pipeline`, the ranks with other layers, the last of them draws. With `group` each rank brings requests of
-        its own.
+        """Make the engine; `images` are those of a model that sees, and `adapters` those of several policies on a model
+        without any.
         """
-        super().__init__(
-            tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
-        )
+        ends = end_of_sequence_ids(tokenizer, model.generation_config, model.config)
+        super().__init__(tokenizer, ends, decoding.max_sequence_tokens, decoding.seed)
         size = model.config.get_text_config().vocab_size
         self.vocabulary = size if size < len(tokenizer) else None
-        self.model, self._slices, self.images, self.adapters = model, slices, images, adapters
-        self.slots, self._pipeline, self.group = round_up(slots, ROW_MULTIPLE), pipeline, group
-        self._shrink = model.device.type == "cpu" if shrink is None else shrink
-        self._native = native_decoder(model, adapters) if compile else None
+        self.model, self._slices, self.images, self.adapters = model, ranks.slices, images, adapters
+        self.slots, self._pipeline, self.group = round_up(decoding.slots, ROW_MULTIPLE), ranks.pipeline, ranks.group
+        self._shrink = model.device.type == "cpu" if decoding.shrink is None else decoding.shrink
+        self._native = native_decoder(model, adapters) if decoding.compile else None
         plan = plan_of_model(model)
         # States of mixers and caches of cohorts need not stay where a recorded step has found them. Recorded steps
         # compute with the weights of one policy.
-        recorded = compile and slices is None and model.device.type == "cuda" and plan == PACKED and adapters is None
+        can_record = decoding.compile and model.device.type == "cuda" and plan == PACKED
+        recorded = can_record and ranks.slices is None and adapters is None
         self._graphs = StepGraphs(CudaRecorder) if recorded else None
         self._rope_lengths = RopeLengths.of(model.config)
         self._by_rows, self._cohorts = plan.by_rows, Cohorts(model)
@@ -202,11 +220,13 @@ class EmbeddedEngine(SteppingEngine):
         self._positions = self._steps = 0
         self._is_decoding = False
         # Sharded layers multiply with torch.
-        self._multiple = self._native.row_multiple if self._native is not None and slices is None else ROW_MULTIPLE
+        self._multiple = (
+            self._native.row_multiple if self._native is not None and ranks.slices is None else ROW_MULTIPLE
+        )
         # With some ropes a row's length changes its earlier numbers. Ranks that decode together would have to make the
         # same guesses, but measure different seconds.
-        alone = slices is None and pipeline is None and group is None
-        guesses = speculation == "auto" and self._native is not None and alone and not self._rope_lengths
+        guesses = decoding.speculation == "auto" and self._native is not None and ranks == ALONE
+        guesses = guesses and not self._rope_lengths
         self.speculation = Speculation(self.slots, self._multiple, PASS_TOKENS) if guesses else None
         self._look_at_rows()
 

@@ -13,7 +13,7 @@ import torch
 
 from braidrl.cluster.world import World
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import ALONE, Decoding, DecodingRanks, EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.engines.requests import Changes, Response, SamplingParams
 from braidrl.training.loading import load_decoder
@@ -22,8 +22,8 @@ from tests.engines.tiny import make_requests, make_tokenizer
 REQUESTS = make_requests(groups=4, samples=3, sampling=SamplingParams(temperature=0.9, max_tokens=12), apart=7)
 
 
-def generated(model: Any, compile: bool, **more: Any) -> list[Response]:
-    return EmbeddedEngine(model, make_tokenizer(), 16, 64, compile=compile, **more).generate(REQUESTS)
+def generated(model: Any, compile: bool, ranks: DecodingRanks = ALONE) -> list[Response]:
+    return EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64, compile=compile), ranks).generate(REQUESTS)
 
 
 def together(world: World, task: Mapping[str, Any]) -> list[str]:
@@ -31,7 +31,9 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
     torch.set_num_threads(1)
     assert world.group is not None
     model, slices = load_for_decoding(task["path"], torch.float64, "cpu", TensorRanks(world.group))
-    engine = EmbeddedEngine(model, make_tokenizer(), 16, 64, slices=slices, compile=False, group=world.group)
+    engine = EmbeddedEngine(
+        model, make_tokenizer(), Decoding(16, 64, compile=False), DecodingRanks(slices=slices, group=world.group)
+    )
     whole = {row.uid: row for row in generated(load_decoder(Path(task["path"]), torch.float64).eval(), False)}
     own, heard, wrong = REQUESTS[world.rank :: world.size], list[Uid](), list[str]()
     for row in engine.generate(own, lambda row: heard.append(row.uid)):
@@ -58,7 +60,7 @@ def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         world.at(name)
         number_type = getattr(torch, dtype)
         model, slices = load_for_decoding(path, number_type, "cpu", TensorRanks(world.group))
-        rows = generated(model, compile, slices=slices)
+        rows = generated(model, compile, DecodingRanks(slices))
         bits = b"".join(r.tokens.numpy().tobytes() + r.log_probs.numpy().tobytes() for r in rows)
         equal = len({bytes(part) for part in world.gather("bits", bits)}) == 1
         differing: dict[str, Any] = {"equal": equal}

@@ -9,7 +9,7 @@ import torch
 
 from braidrl.config import LoraConfig
 from braidrl.engines.embedded.adapters import PolicyAdapters, share_weights
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Response, SamplingParams
 from braidrl.training.lora import add_adapters
 from tests.engines.tiny import make_model, make_requests, make_tokenizer
@@ -36,11 +36,11 @@ def test_two_adapters_on_one_engine_equal_two_models_in_mixed_batches(dtype: tor
     requests = make_requests(5, 3, SamplingParams(max_tokens=12), shortest=2)
     alone = dict[str, list[Response]]()
     for role, model in models.items():
-        engine = EmbeddedEngine(model, make_tokenizer(), 16, 64, compile=False)  # type: ignore[arg-type]
+        engine = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64, compile=False))  # type: ignore[arg-type]
         alone[role] = engine.generate(requests)
     base = make_model(dtype=dtype).requires_grad_(False).eval()
     adapters = PolicyAdapters(base)
-    engine = EmbeddedEngine(base, make_tokenizer(), 16, 64, adapters=adapters)
+    engine = EmbeddedEngine(base, make_tokenizer(), Decoding(16, 64), adapters=adapters)
     assert (engine._native is not None) == (dtype == torch.float32)
     for role, model in models.items():
         share_weights(model, base)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import PREFILL_TOKENS, EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import PREFILL_TOKENS, Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.weights.in_place import InPlacePublisher
@@ -24,7 +24,7 @@ SAMPLED = SamplingParams(temperature=0.8, max_tokens=24)
 def make_engine(
     name: str = "qwen3", dtype: torch.dtype = torch.float32, slots: int = 64, seed: int = 0, shrink: bool | None = None
 ) -> EmbeddedEngine:
-    return EmbeddedEngine(make_model(name, dtype), make_tokenizer(), slots, 128, seed=seed, shrink=shrink)
+    return EmbeddedEngine(make_model(name, dtype), make_tokenizer(), Decoding(slots, 128, seed=seed, shrink=shrink))
 
 
 def same(first: Response, second: Response) -> bool:
@@ -62,7 +62,7 @@ def test_shrinking_to_the_rows_that_are_left_does_not_change_a_bit() -> None:
         model = make_model()
         sizes[shrink] = seen = []
         model.lm_head.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(len(inputs[0])))
-        engine = EmbeddedEngine(model, make_tokenizer(), 64, 128, shrink=shrink, compile=False)
+        engine = EmbeddedEngine(model, make_tokenizer(), Decoding(64, 128, shrink=shrink, compile=False))
         results[shrink] = engine.generate(requests)
     assert set(sizes[False]) == {64}
     assert set(sizes[True]) == {64, 48, 32, 16}
@@ -95,14 +95,14 @@ def test_log_probs_equal_a_packed_training_forward(name: str) -> None:
     requests = make_requests(groups=6, samples=4, sampling=SAMPLED)
     requests += make_requests(6, 5, SamplingParams(temperature=1.3, top_p=0.7, top_k=20, max_tokens=40))[4::5]
     requests = [Request((0, i, 0), r.prompt, r.sampling) for i, r in enumerate(requests)]
-    finished = EmbeddedEngine(model, make_tokenizer(), 16, 128).generate(requests)
+    finished = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 128)).generate(requests)
     for response, expected in zip(finished, training_log_probs(model, requests, finished), strict=True):
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-5)
 
 
 def test_greedy_takes_the_likeliest_token_of_transformers_own_generate() -> None:
     model = make_model()
-    finished = EmbeddedEngine(model, make_tokenizer(), 16, 128).generate(
+    finished = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 128)).generate(
         make_requests(3, 1, SamplingParams(temperature=0.0, max_tokens=16), shortest=4)
     )
     model.set_attn_implementation("sdpa")
@@ -123,9 +123,9 @@ def test_more_prompt_tokens_than_one_forward_takes_give_the_same_tokens() -> Non
     model, tokenizer = make_model(), make_tokenizer()
     calls: list[int] = []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[1]))
-    together = EmbeddedEngine(model, tokenizer, 16, 4096).generate(requests)
+    together = EmbeddedEngine(model, tokenizer, Decoding(16, 4096)).generate(requests)
     assert [call for call in calls if call > 1] == [5664, 3136], "two prompts, then the third, in multiples of 16"
-    (alone,) = EmbeddedEngine(model, tokenizer, 16, 4096).generate(requests[2:])
+    (alone,) = EmbeddedEngine(model, tokenizer, Decoding(16, 4096)).generate(requests[2:])
     assert same(alone, together[2])
 
 
@@ -155,7 +155,7 @@ def test_stop_tokens_limits_and_end_of_sequence_end_rows_with_their_reason() -> 
     assert stopped.tokens.tolist() == free.tokens[: first + 1].tolist()
     likely = make_model()
     likely.lm_head.weight.data.zero_()
-    (ended, greedy) = EmbeddedEngine(likely, make_tokenizer(), 16, 64).generate(
+    (ended, greedy) = EmbeddedEngine(likely, make_tokenizer(), Decoding(16, 64)).generate(
         [
             Request((0, 0, 0), torch.arange(4), SamplingParams(max_tokens=60)),
             Request((0, 0, 1), torch.arange(4), SamplingParams(max_tokens=100, greedy=True)),
@@ -195,12 +195,12 @@ def test_versions_say_which_weights_drew_each_token() -> None:
 def test_prompts_are_computed_again_with_new_weights() -> None:
     requests = make_requests(1, 20, SamplingParams(max_tokens=4, ends=False), shortest=9)
     model = make_model()
-    engine = EmbeddedEngine(model, make_tokenizer(), 16, 128)
+    engine = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 128))
     engine.generate(requests)
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     engine.publish(1)
-    expected = EmbeddedEngine(model, make_tokenizer(), 16, 128).generate(requests)
+    expected = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 128)).generate(requests)
     assert [row.tokens.tolist() for row in engine.generate(requests)] == [row.tokens.tolist() for row in expected]
 
 
@@ -225,7 +225,7 @@ def test_the_trainers_module_is_used_directly_and_left_unchanged() -> None:
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    engine = EmbeddedEngine(model, make_tokenizer(), 16, 64)
+    engine = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64))
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     first = engine.generate(make_requests(1, 2, SAMPLED))
     assert model.training
@@ -239,13 +239,13 @@ def test_the_trainers_module_is_used_directly_and_left_unchanged() -> None:
 
 def test_an_engine_of_another_dtype_follows_the_trained_weights_at_publication() -> None:
     model = make_model("qwen2-tied")
-    engine = EmbeddedEngine(deepcopy(model).double(), make_tokenizer(), 16, 64)
+    engine = EmbeddedEngine(deepcopy(model).double(), make_tokenizer(), Decoding(16, 64))
     copy = LayoutCopy(lambda: weight_parts(model), engine.parts, Ranks())
     request = make_requests(1, 1, SAMPLED, shortest=6)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1.1)
     InPlacePublisher(engine, copy).publish(1)
-    expected = EmbeddedEngine(deepcopy(model).double(), make_tokenizer(), 16, 64)
+    expected = EmbeddedEngine(deepcopy(model).double(), make_tokenizer(), Decoding(16, 64))
     (mine,), (theirs,) = engine.generate(request), expected.generate(request)
     assert mine.log_probs.dtype == torch.float64
     assert torch.equal(mine.tokens, theirs.tokens)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.embedded.graphs import Recorder, StepGraphs
 from braidrl.engines.requests import Response, SamplingParams
 from tests.cases import soak_but
@@ -68,13 +68,16 @@ def recording_engine(
     name: str, dtype: torch.dtype = torch.float32, recorder: Callable[[], Recorder] = TapeRecorder
 ) -> tuple[EmbeddedEngine, StepGraphs]:
     model = make_model(name, dtype)
-    engine, graphs = EmbeddedEngine(model, make_tokenizer(), 16, 256, shrink=False, compile=False), StepGraphs(recorder)
+    engine, graphs = (
+        EmbeddedEngine(model, make_tokenizer(), Decoding(16, 256, shrink=False, compile=False)),
+        StepGraphs(recorder),
+    )
     engine._graphs = graphs
     return engine, graphs
 
 
 def plain_engine(name: str, dtype: torch.dtype = torch.float32) -> EmbeddedEngine:
-    return EmbeddedEngine(make_model(name, dtype), make_tokenizer(), 16, 256, shrink=False, compile=False)
+    return EmbeddedEngine(make_model(name, dtype), make_tokenizer(), Decoding(16, 256, shrink=False, compile=False))
 
 
 def same(first: list[Response], second: list[Response]) -> bool:

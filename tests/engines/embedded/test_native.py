@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded import native_decoder as native
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.embedded.native_decoder import Kernels, native_decoder, side_by_side
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.native import building
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_models_own_forward(name: str) -> None:
     requests = make_requests(groups=5, samples=4, sampling=SamplingParams(temperature=0.9, max_tokens=20), apart=7)
     tokens = []
     for compile in (True, False):
-        engine = EmbeddedEngine(make_model(name), make_tokenizer(), 32, 128, compile=compile)
+        engine = EmbeddedEngine(make_model(name), make_tokenizer(), Decoding(32, 128, compile=compile))
         assert (engine._native is not None) == (compile and (name != "qwen3-moe" or has_row_product(torch.float32)))
         tokens.append([row.tokens.tolist() for row in engine.generate(requests)])
     assert tokens[0] == tokens[1]
@@ -48,7 +48,9 @@ def test_drawn_tokens_follow_the_models_distribution(dtype: torch.dtype) -> None
     model, count = make_model("qwen3", dtype), 4000
     prompt = torch.tensor([5, 6, 7])
     requests = [Request((0, 0, i), prompt, SamplingParams(max_tokens=1, ends=False)) for i in range(count)]
-    drawn = torch.stack([r.tokens[0] for r in EmbeddedEngine(model, make_tokenizer(), 256, 8).generate(requests)])
+    drawn = torch.stack(
+        [r.tokens[0] for r in EmbeddedEngine(model, make_tokenizer(), Decoding(256, 8)).generate(requests)]
+    )
     every = [Request((0, 0, i), prompt, SamplingParams()) for i in range(VOCABULARY)]
     like = [response_of((0, 0, i), torch.tensor([i]), FinishReason.LENGTH) for i in range(VOCABULARY)]
     expected = torch.cat(training_log_probs(model, every, like)).double().exp()
@@ -99,7 +101,9 @@ def test_a_model_without_kernels_decodes_by_its_own_forward() -> None:
     model = AutoModelForCausalLM.from_config(MistralConfig(**SIZES), attn_implementation=ATTENTION)
     assert native_decoder(model) is None
     assert native_decoder(make_model("qwen3", torch.float64)) is None
-    (row,) = EmbeddedEngine(model, make_tokenizer(), 16, 64).generate(make_requests(1, 1, SamplingParams(max_tokens=4)))
+    (row,) = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64)).generate(
+        make_requests(1, 1, SamplingParams(max_tokens=4))
+    )
     assert len(row.tokens)
 
 
@@ -119,9 +123,9 @@ def test_without_a_compiler_the_model_decodes_by_its_own_forward(
     found = [
         [
             row.tokens.tolist()
-            for row in EmbeddedEngine(make_model("qwen3"), make_tokenizer(), 16, 128, compile=compile).generate(
-                requests
-            )
+            for row in EmbeddedEngine(
+                make_model("qwen3"), make_tokenizer(), Decoding(16, 128, compile=compile)
+            ).generate(requests)
         ]
         for compile in (True, True, False)
     ]

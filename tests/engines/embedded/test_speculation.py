@@ -13,7 +13,7 @@ from torch import Tensor
 from braidrl.config import load_config
 from braidrl.data.rows import FinishReason
 from braidrl.data.token_columns import token_column, token_columns
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.embedded.speculation import (
     DEPTH,
     EarlierResponses,
@@ -39,7 +39,7 @@ def make_engine(name: str, dtype: torch.dtype, speculation: bool, slots: int = 3
     model = make_model(name, dtype)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1.5)
-    engine = EmbeddedEngine(model, make_tokenizer(), slots, 128, speculation="auto" if speculation else "off")
+    engine = EmbeddedEngine(model, make_tokenizer(), Decoding(slots, 128, speculation="auto" if speculation else "off"))
     assert (engine.speculation is not None) == speculation
     if engine.speculation is not None:
         engine.speculation.costs = flat

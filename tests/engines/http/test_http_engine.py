@@ -20,7 +20,7 @@ from aiohttp import web
 from transformers import PreTrainedModel
 
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import (
     CHECKS,
@@ -65,7 +65,7 @@ def even(response: str) -> bool:
 
 
 def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
-    return SglangSpeaker(EngineReplica(EmbeddedEngine(deepcopy(model), TOKENIZER, 16, LIMIT)))
+    return SglangSpeaker(EngineReplica(EmbeddedEngine(deepcopy(model), TOKENIZER, Decoding(16, LIMIT))))
 
 
 class Asked:
@@ -188,7 +188,7 @@ def test_vllms_server_draws_the_tokens_of_the_embedded_engine(vllm_server: VllmS
     asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
     wanted = requests(subject(asked), 20)
     finished = asked.runner.run(all_of(asked.engine, wanted))
-    alone = EmbeddedEngine(MODEL, TOKENIZER, 16, LIMIT).generate(wanted)
+    alone = EmbeddedEngine(MODEL, TOKENIZER, Decoding(16, LIMIT)).generate(wanted)
     asked.close()
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
 

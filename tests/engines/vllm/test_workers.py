@@ -19,7 +19,7 @@ import torch
 
 from braidrl.cluster.world import Ranks
 from braidrl.engines import engine_contract as contract
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.requests import Request, Response
@@ -107,7 +107,7 @@ def test_two_workers_draw_one_engines_tokens_with_the_trainers_log_probs(
     wanted = requests(subject(divided), 8)
     divided.run(divided.engine.update_weights(0, ModelWeights(MODEL)))
     finished = divided.run(all_of(divided.engine, wanted))
-    alone = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT).generate(wanted)
+    alone = EmbeddedEngine(MODEL, make_tokenizer(), Decoding(16, LIMIT)).generate(wanted)
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
     assert divided.run(largest_gap(divided.engine, wanted[:4], updates=20)) < 1e-5
 

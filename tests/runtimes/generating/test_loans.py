@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from braidrl.cluster import world
 from braidrl.cluster.world import World
 from braidrl.data.rows import Uid
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.flow.recipes import load_flow
 from braidrl.runtimes.generating.loans import planned_moves
@@ -38,7 +38,7 @@ class SteadyEngine(EmbeddedEngine):
 
 
 def make_engine() -> SteadyEngine:
-    return SteadyEngine(make_model(), make_tokenizer(), 16, 200, seed=3, compile=False)
+    return SteadyEngine(make_model(), make_tokenizer(), Decoding(16, 200, seed=3, compile=False))
 
 
 def played(shares: Sequence[Sequence[Request]], lends: bool = True) -> tuple[dict[Uid, list[int]], list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.runtimes.run import TrainingRun
@@ -84,7 +84,7 @@ def check(workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout
         assert recorded(run, 1)["tokens"].tolist() == recorded(alone(False), 1)["tokens"].tolist()
     else:
         model, tokenizer = served_model(), make_tokenizer()
-        speaker = SglangSpeaker(EngineReplica(EmbeddedEngine(model, tokenizer, 16, 650)))
+        speaker = SglangSpeaker(EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 650))))
         with in_a_thread(speaker) as url:
             own = {"engine": "http", "servers": {"urls": url, "dialect": "sglang"}}
             run = streamed(workshop, name, layout, merged(served(workshop), {"rollout": own}))

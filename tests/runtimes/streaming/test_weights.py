@@ -20,7 +20,7 @@ from braidrl.cluster.world import Ranks, World
 from braidrl.config import parse_config
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.engines.deployment import Deployment
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.run_flow import build_flow
@@ -207,7 +207,7 @@ def test_a_mapped_file_is_the_engines_weights() -> None:
     change it.
     """
     trainer, own = model("llama", 1), model("llama", 2)
-    engine = EmbeddedEngine(own, TOKENIZER, slots=2, max_sequence_tokens=32)
+    engine = EmbeddedEngine(own, TOKENIZER, Decoding(slots=2, max_sequence_tokens=32))
     parts = weight_parts(trainer)
     writer = WeightWriter(parts, Ranks())
     with closing(writer.write(parts)) as file:

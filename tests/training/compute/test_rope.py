@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.training import acceptance
 from braidrl.training.compute.packed import families_of, pack
@@ -118,7 +118,7 @@ def test_a_prompt_is_shared_by_responses_with_its_factors_alone(name: str) -> No
 
 @pytest.mark.parametrize("name", soak_but(["phi3"], ROPES))
 def test_engine_draws_each_token_as_transformers_does_from_the_row_so_far(name: str) -> None:
-    engine = EmbeddedEngine(models(name)[1], make_tokenizer(), 16, 96)
+    engine = EmbeddedEngine(models(name)[1], make_tokenizer(), Decoding(16, 96))
     sampling = SamplingParams(max_tokens=10, ends=False)
     requests = [Request((0, n, 0), torch.arange(n) + 40, sampling) for n in (1, 5, LENGTH - 1, LENGTH, LENGTH + 1, 30)]
     for request, response in zip(requests, engine.generate(requests), strict=True):

@@ -16,7 +16,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.config import ImagesConfig
 from braidrl.data.rows import Objects, Rows
 from braidrl.data.vision import ImageSpan, Vision, moved
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.training.compute.packed import pack
 from braidrl.training.decoders.body import PACKED
@@ -124,7 +124,7 @@ def test_packed_rows_with_images_equal_transformers_rows_alone(family: str, tmp_
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_engine_log_probs_equal_the_trainers_and_do_not_depend_on_other_rows(family: str, tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, family, torch.float32)
-    engine = EmbeddedEngine(seeing.model, load_tokenizer(seeing.path), 16, 256, images=seeing.images)
+    engine = EmbeddedEngine(seeing.model, load_tokenizer(seeing.path), Decoding(16, 256), images=seeing.images)
     assert (engine._native is not None) == (family != "qwen3_5"), "text parts of Qwen-VL decode by compiled kernels"
     requests = [
         Request((0, n, 0), ids, SamplingParams(max_tokens=6, ends=False), images=tuple(spans))
@@ -141,7 +141,7 @@ def test_engine_log_probs_equal_the_trainers_and_do_not_depend_on_other_rows(fam
 
 def test_prompts_with_equal_tokens_and_other_images_are_computed_apart(tmp_path: Path) -> None:
     seeing = Seeing(tmp_path, "qwen3_vl", torch.float32)
-    engine = EmbeddedEngine(seeing.model, load_tokenizer(seeing.path), 16, 256, images=seeing.images)
+    engine = EmbeddedEngine(seeing.model, load_tokenizer(seeing.path), Decoding(16, 256), images=seeing.images)
     other = seeing.vision.store.add(noise(*SIZES[0], 7), tmp_path)
     ids, spans = seeing.prompts[0]
     changed = tuple(span._replace(name=other) for span in spans)

@@ -13,7 +13,7 @@ from braidrl.agents.trajectory import response_columns
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.token_columns import ROUTED_EXPERTS
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.compute.packed import HAS_ENTRIES, Packed, pack
@@ -84,7 +84,7 @@ def replay(packed: Packed) -> Routing:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_engine_records_what_each_token_was_given_and_no_idle_slot(kind: str) -> None:
     model, requests = make_moe(kind), wanted()
-    finished = EmbeddedEngine(model, make_tokenizer(), 16, 64).generate(requests)
+    finished = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64)).generate(requests)
     for request, response in zip(requests, finished, strict=True):
         ids, routing = torch.cat([request.prompt, response.tokens]), Routing()
         with torch.no_grad(), routed(routing):
@@ -101,7 +101,7 @@ def test_a_replay_of_other_routes_gives_the_log_probs_of_the_engine_that_chose_t
         for name, parameter in trainer.named_parameters():
             if "gate.weight" in name:  # a router that rounds differently, and much
                 parameter.add_(0.05 * torch.randn(parameter.shape, dtype=parameter.dtype))
-    finished = EmbeddedEngine(engine, make_tokenizer(), 16, 64).generate(requests)
+    finished = EmbeddedEngine(engine, make_tokenizer(), Decoding(16, 64)).generate(requests)
     packed = pack(table(requests, finished), CPU)
     own = Routing()
     free = log_probs(trainer, packed, own)
@@ -120,7 +120,7 @@ def test_a_replay_of_other_routes_gives_the_log_probs_of_the_engine_that_chose_t
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_gradients_of_a_replay_equal_finite_differences_also_where_layers_are_recomputed(kind: str) -> None:
     model, requests = make_moe(kind), wanted(2, 2)
-    finished = EmbeddedEngine(make_moe(kind, seed=1), make_tokenizer(), 16, 64).generate(requests)
+    finished = EmbeddedEngine(make_moe(kind, seed=1), make_tokenizer(), Decoding(16, 64)).generate(requests)
     packed = pack(table(requests, finished), CPU)
     weights = [p for name, p in model.named_parameters() if "gate.weight" in name]
     assert len(weights) == 2
@@ -148,14 +148,14 @@ def test_gradients_of_a_replay_equal_finite_differences_also_where_layers_are_re
 
 def test_a_suspended_row_keeps_the_routes_of_the_version_that_drew_each_token() -> None:
     (request, *_) = wanted(1, 1)
-    first = EmbeddedEngine(make_moe(), make_tokenizer(), 16, 64)
+    first = EmbeddedEngine(make_moe(), make_tokenizer(), Decoding(16, 64))
     first.add(request)
     for _ in range(3):
         first.step()
     ended = first.abort(request.uid)
     rest = remaining_request(request, ended)
     assert rest is not None
-    second = EmbeddedEngine(make_moe(seed=1), make_tokenizer(), 16, 64)
+    second = EmbeddedEngine(make_moe(seed=1), make_tokenizer(), Decoding(16, 64))
     (later,) = second.generate([rest])
     whole = joined([ended, later])
     known, routes = len(request.prompt) + 2, whole.per_token[ROUTED_EXPERTS]
@@ -171,7 +171,7 @@ def test_more_than_256_experts_take_two_bytes_and_replay() -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation=PACKED.attention)
     use_plan(model, PACKED)
     requests = wanted(2, 2)
-    finished = EmbeddedEngine(model.eval(), make_tokenizer(), 16, 64).generate(requests)
+    finished = EmbeddedEngine(model.eval(), make_tokenizer(), Decoding(16, 64)).generate(requests)
     rows = table(requests, finished)
     assert rows[ROUTED_EXPERTS].values.dtype == torch.int16 and int(rows[ROUTED_EXPERTS].values.max()) > 255
     packed = pack(rows, CPU)
