@@ -37,7 +37,7 @@ def main() -> None:
         "--folder", type=Path, default=Path("build/arithmetic"), help="its earlier contents are replaced"
     )
     arguments = parser.parse_args()
-    print("Learns to add by SFT, then DAPO, on this machine's CPU: two to four minutes on two cores.", flush=True)
+    print("Learns to add by SFT, then DAPO, on this machine's CPU: three to ten minutes on two cores.", flush=True)
     start = time.perf_counter()
     run = learn(arguments.folder, arguments.seed, family=arguments.family)
     scores = [line[SCORE] for line in read_metrics(run) if line.get(SCORE) is not None]
