@@ -168,6 +168,9 @@ class LoadedSource(Sequence[Example]):
         facts = self.facts
         said = [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
         said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
+        if facts.unread:
+            who = "not trained on" if "response" in self._columns else "for verifiers and environments alone"
+            said += [f"{who}: {', '.join(sorted(facts.unread))}"]
         return said + [f"{note}; line {line} is the first example that has some" for note, line in facts.notes.items()]
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:

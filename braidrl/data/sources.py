@@ -9,6 +9,7 @@ field of a record                             part of the example
 `tools_field`, `template_field`               tools, arguments of the chat template
 `response_field`, completion, messages        response    to train on, text or messages; only where the flow asks for it
 `chosen_field` and `rejected_field`           response and rejected, likewise
+`system` or `system_prompt`                   the prompt's first message, unless it has one of its own
 all but the responses, under their own names  metadata    JSON values, kept as they are
 """
 
@@ -64,6 +65,8 @@ Response = str | list[ChatMessage]
 GROUND_TRUTH = "reward_model.ground_truth"
 CONVERSATIONS, COMPLETION = ("messages", "conversations"), "completion"
 """Fields of supervised data sets on the hub in place of `prompt` and `response`."""
+SYSTEM = ("system", "system_prompt")
+"""Fields with the system message of a record, beside its prompt."""
 CALLS = ("function_call", "tool_call")
 SHAREGPT = {
     "human": "user",
@@ -102,7 +105,8 @@ class Reading:
     """One pass over a source, which yields its examples in order.
 
     Afterwards `left_out` has the number of skipped records by reason, `without_form` the columns without a JSON form,
-    and `notes` what was not read of a record, with the first line of each.
+    `unread` the columns that the model is not shown, and `notes` what was not read of a record, with the first line of
+    each.
     """
 
     def __init__(
@@ -135,6 +139,11 @@ class Reading:
         self.left_out: Counter[str] = Counter()
         self.without_form: list[str] = []
         self.notes: dict[str, int] = {}
+        self.unread: dict[str, int] = {}
+        answers = {source.answer_field.partition(".")[0], GROUND_TRUTH.partition(".")[0]}
+        seen = set() if vision is None else {source.images_field, IMAGE}
+        asked = {getattr(source, name).partition(".")[0] for name in ("prompt_field", "tools_field", "template_field")}
+        self._read_columns = answers | seen | asked
         with located(f"`template` of the source {source.path}"):
             template_arguments(source.template)
         self._seen: set[bytes] = set()
@@ -294,6 +303,8 @@ class Reading:
                 self.notes.setdefault("messages behind the last turn to train on are left out", line)
         else:
             prompt = prompt_of(source, record, where)
+        with_its_system = with_system(source, record, prompt)
+        system, prompt = SYSTEM if with_its_system is not prompt else (), with_its_system
         tools, arguments = find(record, source.tools_field), find(record, source.template_field)
         functions = [] if tools is ABSENT else tools_of(tools)
         if functions is None and "tools_field" in self._named:
@@ -309,6 +320,9 @@ class Reading:
         # Fields with other names are kept too: a verifier may use the data's own name.
         used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
         metadata = {name: value for name, value in record.items() if name not in used}
+        for name in metadata.keys() - self._read_columns - set(system):
+            if metadata[name] not in (None, "", []):
+                self.unread.setdefault(name, line)
         answer = find(record, source.answer_field)
         answer = find(record, GROUND_TRUTH) if answer is ABSENT else answer
         if answer is ABSENT:
@@ -341,8 +355,9 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     these. Raises UserError if there is no such turn, or no message before it.
     """
     given = find_required(where, "response", field, record)
-    if isinstance(given, list) and given and not is_answer(given[0]) and isinstance(given[0], dict):
-        messages, least = with_system(record, given, check_messages(where, field, given)), 0
+    starts = given[0] if isinstance(given, list) and given else None
+    if isinstance(starts, dict) and not (is_answer(starts) and find(record, source.prompt_field) is not ABSENT):
+        messages, least = check_messages(where, field, given), 0
     else:
         prompt = prompt_of(source, record, where)
         response = check_response(where, field, given)
@@ -430,15 +445,16 @@ def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
     if not isinstance(prompt, list) or not prompt:
         kind = "empty" if prompt in ("", []) else kind_of(prompt)
         raise UserError(f"{where}: {field!r} is {kind}; write text, or a list of messages {{role, content}}")
-    return with_system(record, prompt, check_messages(where, field, prompt))
+    return check_messages(where, field, prompt)
 
 
-def with_system(record: Record, given: list[Any], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation with the record's `system` in front, which ShareGPT's form has beside its messages."""
-    system = record.get("system")
-    is_sharegpt = isinstance(given[0], dict) and "from" in given[0]
-    if not is_sharegpt or not isinstance(system, str) or not system or messages[0]["role"] == "system":
-        return messages
+def with_system(source: SourceConfig, record: Record, prompt: Prompt) -> Prompt:
+    """Return a prompt with the record's system message in front, unless it has one; without one, the same prompt."""
+    others = (record.get(name) for name in SYSTEM if name not in (source.prompt_field, source.answer_field))
+    system = next((text for text in others if isinstance(text, str) and text.strip()), None)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return prompt
     return [{"role": "system", "content": system}, *messages]
 
 

@@ -67,12 +67,13 @@ class Facts:
     """Number of examples by their number of images, for a model that sees."""
     notes: dict[str, int] = field(default_factory=dict)
     """What of the examples is not used, each with the line of the first one."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Columns that the model is not shown, likewise."""
 
     @staticmethod
     def of_parts(parts: Sequence[Mapping[str, Any]]) -> "Facts":
         """Return the statistics of a source from those of its parts."""
         each = [Facts(**part) for part in parts]
-        notes = {note: min(one.notes.get(note, sys.maxsize) for one in each) for one in each for note in one.notes}
         images = sum((Counter(one.images) for one in each), Counter[str]())
         unanswered = min(
             (one for one in each if one.unanswered is not None), key=lambda one: one.unanswered or 0, default=None
@@ -86,9 +87,15 @@ class Facts:
             shortest=min((one.shortest for one in each if one.shortest), default=0),
             unanswered=unanswered.unanswered if unanswered else None,
             unanswered_fields=unanswered.unanswered_fields if unanswered else [],
-            notes=notes,
+            notes=first_lines([one.notes for one in each]),
+            unread=first_lines([one.unread for one in each]),
             images=dict(images),
         )
+
+
+def first_lines(each: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the least line of each key of several mappings."""
+    return {key: min(one.get(key, sys.maxsize) for one in each) for mapping in each for key in mapping}
 
 
 class LoadingRanks(Protocol):
@@ -269,7 +276,8 @@ def unread_by(template: PromptTemplate, example: Example, seen: set[tuple[str, s
     seen.add(("", ",".join(template.arguments)))
     for part in (example.prompt, example.response, example.rejected):
         for message in part if isinstance(part, list) else ():
-            for name in message.keys() - READ:
+            # Templates write the name of a tool; that of a speaker is read by few.
+            for name in message.keys() - (READ if message["role"] == "tool" else READ - {"name"}):
                 if (message["role"], name) not in seen:
                     seen.add((message["role"], name))
                     if template.unread(message["role"], name, message[name]):
@@ -346,4 +354,4 @@ def rows_of(
             rows.append(row)
         yield rows
     facts.left_out, facts.without_form = dict(reading.left_out), reading.without_form
-    facts.notes = {**reading.notes, **facts.notes}
+    facts.notes, facts.unread = {**reading.notes, **facts.notes}, reading.unread

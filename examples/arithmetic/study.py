@@ -25,6 +25,8 @@ START = 1
 """Seed of the data and of the initial model."""
 SEEDS = (0, 1, 2)
 STEPS = 60
+IMITATION = {"qwen3_moe": 600}
+"""Steps in which a family imitates the teacher, if not 200: an expert sees a quarter of the tokens."""
 RESPONSE_TOKENS = 40
 
 Tree = dict[str, Any]
@@ -123,7 +125,7 @@ class Study:
                 "data": {"train": str(examples)},
                 "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
                 "trainer": {
-                    "steps": 200,
+                    "steps": IMITATION.get(family, 200),
                     "prompts_per_step": 256,
                     "learning_rate": 3e-3,
                     "schedule": "linear",

@@ -182,6 +182,59 @@ def test_a_call_that_the_template_does_not_write_is_refused(write_jsonl: Write) 
         )
 
 
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "q", "response": "a"},
+        {"prompt": [user()], "completion": [answer()]},
+        {"messages": [user(), answer()]},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    ],
+)
+def test_a_system_message_beside_the_prompt_is_part_of_it(
+    record: dict[str, Any], name: str, write_jsonl: Write
+) -> None:
+    source = load(write_jsonl([{**record, name: "Be kind."}]), CHATML)
+    assert trained(source)[0].startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nq")
+    assert "not trained on" not in source.report()
+
+
+def test_a_system_message_beside_a_conversation_that_has_one_is_named(write_jsonl: Write) -> None:
+    source = load(
+        write_jsonl([{"messages": [{"role": "system", "content": "s"}, user(), answer()], "system": "t"}]), CHATML
+    )
+    assert "system\ns<|im_end|>" in trained(source)[0] and "not trained on: system" in source.report()
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "columns"),
+    [
+        (
+            {"instruction": "q", "input": "1 2", "output": "a"},
+            {"prompt_field": "instruction", "response_field": "output"},
+            "input",
+        ),
+        ({"prompt": "q", "response": "a", "history": [["b", "c"]], "weight": 0.5, "id": None}, {}, "history, weight"),
+        ({"messages": [user(), answer()], "images": ["a.png"]}, {}, "images"),
+    ],
+)
+def test_columns_that_are_not_trained_on_are_named(
+    record: dict[str, Any], settings: dict[str, str], columns: str, write_jsonl: Write
+) -> None:
+    assert load(write_jsonl([record]), CHATML, **settings).report().endswith(f"not trained on: {columns}")
+
+
+def test_columns_that_the_model_is_not_shown_are_named_for_prompts_too(write_jsonl: Write) -> None:
+    source = load(write_jsonl([{"prompt": "q", "answer": "a", "level": 3}]), CHATML, prompts=True)
+    assert source.report().endswith("for verifiers and environments alone: level")
+
+
+def test_a_conversation_may_begin_with_an_answer(write_jsonl: Write) -> None:
+    source = load(write_jsonl([{"messages": [answer("hi"), user(), answer("a")]}]), CHATML)
+    assert trained(source)[1] == "a<|im_end|>"
+
+
 @pytest.mark.parametrize("form", ["one object", "texts", "text of one object"])
 def test_tools_in_other_forms_reach_the_model(form: str, write_jsonl: Write) -> None:
     import json
@@ -227,7 +280,7 @@ def test_template_arguments_may_be_json_text_and_unread_ones_get_a_line(write_js
 def test_fields_of_messages_that_no_template_reads_get_a_line(write_jsonl: Write) -> None:
     path = write_jsonl([{"messages": [user(), answer(name="x")]}, {"messages": [user(), answer(mask=1, mood="glad")]}])
     said = load(path, CHATML).report()
-    assert "does not read 'mask' of assistant messages; line 2" in said and "'mood'" in said and "'name'" not in said
+    assert "does not read 'mask' of assistant messages; line 2" in said and "'mood'" in said and "'name'" in said
 
 
 @pytest.mark.parametrize("where", ["user", "assistant"])
