@@ -168,13 +168,12 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold keys and values, as in `algorithm: {{adv_estimator: grpo}}`")
-    given: dict[str, Any] = {}
     # `+key` is Hydra's syntax for adding a key.
-    for key, value in flat(tree, WHOLE):
-        given[re.sub(r"(^|\.)\++", r"\1", str(key))] = value
+    dotted = {re.sub(r"(^|\.)\++", r"\1", str(key)): value for key, value in flat(tree, WHOLE)}
     for framework in FRAMEWORKS.values():
-        if any(key.startswith(mark) for key in given for mark in framework.marks):
-            return framework, given
+        if any(key.startswith(mark) for key in dotted for mark in framework.marks):
+            # The others' arguments are not nested: a mapping is a value.
+            return framework, dotted if framework.has_overrides else {str(key): value for key, value in tree.items()}
     raise UserError(
         f"{path} names no model and no data by keys of verl or TRL, as in `actor_rollout_ref: {{model: {{path: ...}}}}`"
         "; OpenRLHF and slime have scripts, whose names end in .sh"

@@ -105,6 +105,8 @@ ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="${RUNTIME_E
    ${OPTIMIZER_ARGS[@]} ${GRPO_ARGS[@]} ${PERF_ARGS[@]} --sglang-mem-fraction-static 0.7
 """
 TRL_GRPO = """
+chat_template_kwargs: {enable_thinking: false}
+gradient_checkpointing_kwargs: {use_reentrant: false}
 model_name_or_path: Qwen/Qwen3-0.6B
 dataset_name: trl-lib/DeepMath-103K
 reward_funcs: [accuracy_reward, think_format_reward]
@@ -329,6 +331,7 @@ def test_trls_yaml_and_arguments_keep_batches_rewards_and_recipe(tmp_path: Path)
     assert "experts.gate_up_proj" in trainer.lora.targets
     assert config.algorithm["normalise"] is False and config.algorithm["aggregate"] == "token-mean"
     assert config.rollout.engine == "vllm" and kinds(outcomes, DECIDE) == {"nonsense"}
+    assert config.data.template == {"enable_thinking": False} and "gradient_checkpointing_kwargs" in outcomes
     config, outcomes = imported(tmp_path, "dpo.sh")
     assert (config.flow, config.algorithm["beta"], config.workers) == ("dpo", 0.2, 2)
     assert outcomes["config_file"].kind == DECIDE
