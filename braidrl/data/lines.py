@@ -4,7 +4,7 @@ file ──newlines of 16 MiB at a time──▶ index, 16 bytes a line: (offset
 """
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +46,8 @@ class Lines:
                 yield number, text if len(text) > LINE_BYTES else text.rstrip()
 
 
-def index_lines(path: Path, index: Path) -> None:
-    """Write the index of a file's lines, in one pass over the file."""
+def index_lines(path: Path, index: Path, update: Callable[[int], object] = int) -> None:
+    """Write the index of a file's lines, in one pass over the file; `update` is called with the bytes read so far."""
     unfinished = index.with_name(f"{index.name}.unfinished")
     with path.open("rb") as file, unfinished.open("wb") as target:
         position = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
@@ -68,6 +68,7 @@ def index_lines(path: Path, index: Path) -> None:
             complete[written[:-1]].astype(np.int64).tofile(target)
             start, number, is_empty = int(starts[-1]), number + len(ends), not written[-1]
             position += len(block)
+            update(position)
         if not is_empty:
             np.array([[start, number]], np.int64).tofile(target)
         np.array([[position, 0]], np.int64).tofile(target)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from braidrl.config import DataConfig
 from braidrl.data.lines import Lines
@@ -38,6 +37,7 @@ from braidrl.data.tables import (
     OwnBatches,
     own_batches_of,
     rows_of,
+    shown,
     with_progress,
     write_part,
 )
@@ -113,7 +113,7 @@ class Opening:
     def is_written(self, wait: bool, shows: bool = False) -> bool:
         """Return True if this rank's part is written, or not possible; with `wait` not before."""
         if wait and shows:
-            with Console(stderr=True).status(f"Tokenising {self.reading.source.label}"):
+            with shown(f"Tokenising {self.reading.source.label}"):
                 self._thread.join()
         elif wait:
             self._thread.join()

@@ -6,7 +6,9 @@ every runtime.
 The algorithm is Karmarkar and Karp's largest differencing method (1982), for any number of parts. Each item starts as
 its own division into parts, one of them not empty. The two divisions with the largest differences are merged, fullest
 part on emptiest, until one is left. A merge never increases the difference, so the fullest and the emptiest part differ
-by at most the largest item.
+by at most the largest item. It takes time in proportion to items times parts, and above LARGE items the largest one
+left goes to the part that is cheapest then (LPT, Graham 1969): the same bound, about 1% over in place of 0.5% at eight
+items a part, and a hundredth of the time for 8,192 items in 1,024 parts.
 
 If all parts must have equally many items, the corresponding variant of this method cannot balance a long tail (parts of
 32 log-normal lengths: 16% over the mean). The largest remaining item then goes to the cheapest part with room (0.2% on
@@ -26,6 +28,9 @@ import numpy as np
 
 from braidrl.errors import UserError
 
+LARGE = 2048
+"""Items above which a partition is made in whole arrays."""
+
 
 def balanced_partition(
     costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
@@ -35,11 +40,10 @@ def balanced_partition(
     """
     if parts == 1:
         return [list(range(len(costs)))]
-    divide = _fill_equally if equal_size else _differencing
     if groups is None:
-        return [sorted(items) for items in divide(costs, parts)]
+        return [sorted(items) for items in _divided(costs, parts, equal_size)]
     members = rows_by_group(groups)
-    chosen = divide([sum(costs[row] for row in rows) for rows in members], parts)
+    chosen = _divided([sum(costs[row] for row in rows) for rows in members], parts, equal_size)
     return [sorted(row for group in part for row in members[group]) for part in chosen]
 
 
@@ -72,6 +76,12 @@ def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> flo
     """Return the fullest part's cost over the mean of all parts; 1 is perfect."""
     sums = [sum(costs[position] for position in part) for part in partition]
     return max(sums) * len(sums) / sum(sums) if sum(sums) else 1.0
+
+
+def _divided(costs: Sequence[float], parts: int, equal_size: bool) -> list[list[int]]:
+    if equal_size:
+        return _fill_equally(costs, parts)
+    return _largest_first(costs, parts) if len(costs) > LARGE else _differencing(costs, parts)
 
 
 def _fill_equally(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -118,6 +128,26 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
         heapq.heapreplace(divisions, (merged[0][0] + emptiest, min(first, other), merged))
     filled = [items for _, _, items in divisions[0][2]] if divisions else []
     return filled + [[] for _ in range(parts - len(filled))]
+
+
+def _largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Give the largest item left to the cheapest part, many at a time: the n-th cheapest part gets the n-th item unless
+    one of those before it is still cheaper with its item.
+    """
+    each = np.asarray(costs, dtype=np.float64)
+    order, part_of, loads, start = np.argsort(-each, kind="stable"), np.empty(len(each), np.int64), np.zeros(parts), 0
+    while start < len(each):
+        items = order[start : start + parts]
+        cheapest = np.argsort(loads, kind="stable")[: len(items)]
+        reached = np.minimum.accumulate(loads[cheapest] + each[items])
+        passed = np.flatnonzero(loads[cheapest[1:]] > reached[:-1])
+        count = int(passed[0]) + 1 if len(passed) else len(items)
+        part_of[items[:count]] = cheapest[:count]
+        loads[cheapest[:count]] += each[items[:count]]
+        start += count
+    by_part = np.argsort(part_of, kind="stable")
+    items_of = np.split(by_part, np.searchsorted(part_of[by_part], np.arange(1, parts)))
+    return [items_of[part].tolist() for part in np.argsort(-loads, kind="stable")]
 
 
 def plan_micro_batches(

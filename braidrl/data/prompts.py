@@ -33,6 +33,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain, islice
 from multiprocessing.util import Finalize
@@ -58,6 +59,7 @@ from braidrl.data.tables import (
     own_batches_of,
     part_of,
     part_writers,
+    shown,
     with_progress,
     write_part,
 )
@@ -315,8 +317,11 @@ def indexed(reading: Reading, folder: Path, ranks: LoadingRanks) -> Lines:
     purpose, refused = f"data {reading.source.label}: lines", ""
     machines = ranks.gather(f"{purpose}: machines", machine_of(folder))
     if machines.index(machines[ranks.rank]) == ranks.rank:
+        path = reading.source.path
+        progress = shown(f"Reading {reading.source.label}", path.stat().st_size) if not ranks.rank else nullcontext(int)
         try:
-            index_lines(reading.source.path, folder / LINES)
+            with progress as update:
+                index_lines(path, folder / LINES, update)
         except OSError as error:
             refused = f"{folder / LINES}: the index of {reading.source.path} cannot be written: {error.strerror}"
     if refused := max(ranks.gather(purpose, refused)):

@@ -11,17 +11,17 @@ import operator
 import re
 import sys
 import threading
-import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from braidrl.config import DataConfig
@@ -32,7 +32,7 @@ from braidrl.data.records import place
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import Given, PromptTemplate
 from braidrl.data.vision import ImageSpan
-from braidrl.errors import UserError, located, no_room
+from braidrl.errors import UserError, located, no_room, printable
 
 RESPONSES = ("response", "rejected")
 BATCH, SHARED_BATCH, SMALL_BATCHES = 512, 64, 8
@@ -128,21 +128,43 @@ class Alone:
         return {}
 
 
+@contextmanager
+def shown(title: str, total: int | None = None, after_s: float = PROGRESS_AFTER_S) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr once the block has taken `after_s` seconds; a log file or a pipe gets a line.
+
+    The block calls the yielded function with the number done so far.
+    """
+    progress, title = Progress(console=Console(stderr=True)), printable(title)
+    task = progress.add_task(escape(title), total=total)
+
+    def show() -> None:
+        if not progress.console.is_terminal:
+            progress.console.print(f"{title} ...", markup=False, soft_wrap=True)
+        progress.start()
+
+    # A thread of its own: the first batch may take longer.
+    timer = threading.Timer(after_s, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda done: progress.update(task, completed=done)
+    finally:
+        timer.cancel()
+        timer.join()
+        if progress.live.is_started:
+            progress.stop()
+
+
 def with_progress(
     batches: Iterable[list[Any]], title: str, after_s: float = PROGRESS_AFTER_S, total: int | None = None
 ) -> Iterator[list[Any]]:
-    """Yield the same batches, and show a progress bar on stderr after `after_s` seconds."""
-    started, done = time.monotonic(), 0
-    with ExitStack() as stack:
-        progress: Progress | None = None
+    """Yield the same batches, with their progress."""
+    done = 0
+    with shown(title, total, after_s) as update:
         for batch in batches:
-            if progress is None and time.monotonic() - started >= after_s:
-                progress = stack.enter_context(Progress(console=Console(stderr=True)))
-                task = progress.add_task(title, total=total)
             yield batch
             done += len(batch)
-            if progress is not None:
-                progress.update(task, completed=done)
+            update(done)
 
 
 def part_writers(size: int) -> list[int]:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
@@ -359,6 +360,24 @@ GRADED = (
     "write "
     "algorithm.dynamic_sampling=rewards"
 )
+
+
+def verdicts_by_group(
+    index: Rows, reasons: Mapping[int, str | None], version: int, partial: bool = False
+) -> dict[int, Verdict]:
+    """Return the verdict of each group of some rows: dropped for one of `reasons`, or kept. With `partial` its version
+    is the oldest of its rows.
+    """
+    groups, place = np.unique(index["group"].numpy(), return_inverse=True)
+    oldest = np.full(len(groups), version)
+    if partial:
+        np.minimum.at(oldest, place, index["version"].numpy())
+    # A batch has thousands of kept groups: those of one version share a verdict.
+    kept = {each: Verdict(version=each) for each in np.unique(oldest).tolist()}
+    verdicts = {group: kept[each] for group, each in zip(groups.tolist(), oldest.tolist(), strict=True)}
+    dropped = [group for group, reason in reasons.items() if reason is not None and group in verdicts]
+    scores = scores_by_group(index.take(torch.isin(index["group"], torch.tensor(dropped)))) if dropped else {}
+    return verdicts | {group: Verdict(reasons[group], verdicts[group].version, scores.get(group)) for group in dropped}
 
 
 def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Generic
 
 import numpy as np
-import torch
 
 from braidrl.config import Config
 from braidrl.data.rows import FinishReason, Rows
@@ -19,7 +18,7 @@ from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import State, dropped, next_state
-from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
+from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, verdicts_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import traced
@@ -154,7 +153,7 @@ class SerialController(Generic[TableT]):
             if count:
                 numbers = self.loader.advance(count)
                 started.append(self.backend.read(Admission(numbers, self.loader.examples(numbers))))
-                self.sampling.admit(sorted(set(self.backend.index(started[-1])["group"].tolist())))
+                self.sampling.admit(self.backend.index(started[-1])["group"].unique().tolist())
             table = started[0].cat(started) if len(started) > 1 else started[0]
             table, verdicts = self.wave(table, ends, iteration, version, sums)
             if table is not None:
@@ -200,8 +199,8 @@ class SerialController(Generic[TableT]):
                 if stops or pauses:
                     index = self.backend.index(done)
                     aborted = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
-                    others = set(index["group"].tolist()) - aborted
                     if aborted:
+                        others = set(index["group"].tolist()) - aborted
                         table = self.of_groups(done, others) if others else None
                     if aborted and pauses:
                         self.unfinished.append(self.of_groups(done, aborted))
@@ -210,18 +209,12 @@ class SerialController(Generic[TableT]):
                         gone = aborted
         verdicts = dict[int, Verdict]()
         if table is not None:
-            index = self.backend.index(table)
-            scores, made = scores_by_group(index), dict.fromkeys(index["group"].tolist(), version)
-            if partial:
-                for group, oldest in zip(index["group"].tolist(), index["version"].tolist(), strict=True):
-                    made[group] = min(made[group], oldest)
-            verdicts = {group: Verdict(reasons.get(group), of, scores.get(group)) for group, of in made.items()}
+            verdicts = verdicts_by_group(self.backend.index(table), reasons, version, partial)
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
-        wanted = torch.tensor(sorted(groups), dtype=torch.int64)
-        chosen = torch.isin(self.backend.index(table)["group"], wanted)
-        return table if bool(chosen.all()) else table.take(chosen.nonzero().flatten().tolist())
+        chosen = np.isin(self.backend.index(table)["group"].numpy(), list(groups))
+        return table if chosen.all() else table.take(chosen.nonzero()[0].tolist())
 
     def ordered(self, table: TableT) -> TableT:
         """Return the rows sorted by (group, sample), the training order of every runtime."""

@@ -19,7 +19,7 @@ from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.loader import LARGE, PromptLoader, as_rows, shuffled
 from braidrl.data.prompts import LoadedSource, load_eval, load_train
 from braidrl.data.rows import Rows
-from braidrl.data.tables import with_progress
+from braidrl.data.tables import shown, with_progress
 from braidrl.errors import UserError
 
 Write = Callable[..., Path]
@@ -162,6 +162,12 @@ def test_a_bar_appears_only_when_tokenising_takes_long(capsys: pytest.CaptureFix
     assert shown == batches
     captured = capsys.readouterr()
     assert "Tokenising" in captured.err and captured.out == ""
+
+
+def test_a_line_appears_before_a_slow_first_batch_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown("Reading sums", total=3, after_s=0.01):
+        time.sleep(0.1)
+        assert capsys.readouterr().err == "Reading sums ...\n"
 
 
 @settings(max_examples=20, deadline=None)

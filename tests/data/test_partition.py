@@ -2,10 +2,12 @@
 
 import random
 import time
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braidrl.data import packing
 from braidrl.data.packing import balanced_partition, imbalance, in_turn
 
 costs_lists = st.lists(st.integers(0, 1000), max_size=60)
@@ -15,9 +17,12 @@ def sums(costs: list[int], parts: list[list[int]]) -> list[int]:
     return [sum(costs[i] for i in part) for part in parts]
 
 
-@given(costs_lists, st.integers(1, 20), st.booleans())
-def test_parts_hold_every_item_once_and_are_balanced(costs: list[int], count: int, equal_size: bool) -> None:
-    parts = balanced_partition(costs, count, equal_size=equal_size)
+@given(costs_lists, st.integers(1, 20), st.booleans(), st.sampled_from([0, packing.LARGE]))
+def test_parts_hold_every_item_once_and_are_balanced(
+    costs: list[int], count: int, equal_size: bool, large: int
+) -> None:
+    with mock.patch.object(packing, "LARGE", large):
+        parts = balanced_partition(costs, count, equal_size=equal_size)
     assert len(parts) == count
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
     assert all(part == sorted(part) for part in parts)
@@ -52,6 +57,15 @@ def test_the_textbook_example_is_partitioned_as_published() -> None:
 def test_fewer_items_than_parts_leave_parts_empty() -> None:
     assert balanced_partition([5, 9], 4) == [[1], [0], [], []]
     assert balanced_partition([], 2, equal_size=True) == [[], []]
+
+
+@given(costs_lists, st.integers(1, 8))
+def test_many_items_go_one_after_the_other_to_the_cheapest_part(costs: list[int], count: int) -> None:
+    loads = [0] * count
+    for cost in sorted(costs, reverse=True):
+        loads[loads.index(min(loads))] += cost
+    with mock.patch.object(packing, "LARGE", 0):
+        assert sums(costs, balanced_partition(costs, count)) == sorted(loads, reverse=True)
 
 
 def test_8192_long_tailed_rows_on_256_ranks_are_even_and_quick() -> None:

@@ -8,11 +8,11 @@ gather      metric sums, added along a tree; new index columns, a few narrow num
 move        payload to its new ranks, between those that send and receive some
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -275,24 +275,22 @@ def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | N
     if together and fullest <= IN_PLACE * ideal:
         # No partition is better than the ideal one.
         return owner
-    owners, each = owner.tolist(), costs.tolist()
-    parts = balanced_partition(each, ranks, groups=groups.tolist() if groups is not None else None)
-    best = max(sum(each[row] for row in part) for part in parts)
-    if together and fullest <= IN_PLACE * best:
+    parts = balanced_partition(costs.tolist(), ranks, groups=groups.tolist() if groups is not None else None)
+    part_of = np.empty(len(costs), np.int64)
+    for number, part in enumerate(parts):
+        part_of[part] = number
+    each = costs.numpy()
+    if together and fullest <= IN_PLACE * np.bincount(part_of, each).max():
         return owner
-    chosen: dict[int, list[int]] = {}
-    others = []
-    for part in parts:
-        here: Counter[int] = Counter()
-        for row in part:
-            here[owners[row]] += each[row]
-        free = [rank for rank in sorted(here) if rank not in chosen]
-        if free:
-            chosen[max(free, key=lambda rank: here[rank])] = part
-        else:
-            others.append(part)
-    unused = (rank for rank in range(len(parts)) if rank not in chosen)
-    target = torch.empty_like(owner)
-    for rank, part in {**chosen, **dict(zip(unused, others, strict=True))}.items():
-        target[part] = rank
-    return target
+    # What each rank has of a part already, the most first.
+    pairs, place = np.unique(part_of * ranks + owner.numpy(), return_inverse=True)
+    here = np.bincount(place, each)
+    rank_of, taken = dict[int, int](), set[int]()
+    for pair in pairs[np.lexsort((pairs, -here, pairs // ranks))].tolist():
+        number, rank = divmod(pair, ranks)
+        if number not in rank_of and rank not in taken:
+            rank_of[number] = rank
+            taken.add(rank)
+    unused = (rank for rank in range(len(parts)) if rank not in taken)
+    target = np.array([rank_of[number] if number in rank_of else next(unused) for number in range(len(parts))])
+    return torch.from_numpy(target[part_of])
