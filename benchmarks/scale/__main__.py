@@ -4,18 +4,20 @@ import argparse
 import datetime
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.scale.played import PlayedWorld, join_played
+from benchmarks.scale.played import PlayedExchange, PlayedWorld, join_played
 from braidrl.config import Config, load_config
 from braidrl.data.lines import Lines, index_lines
 from braidrl.data.prompts import LINES as INDEX
@@ -27,12 +29,13 @@ from braidrl.runtimes.run import StepMetrics, TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
 from braidrl.training.loading import load_tokenizer
 
-SIZES = (8, 64, 512, 1024)
+SIZES = (8, 64, 512, 1024, 4096)
 GROUPS, SAMPLES, LINES = 2, 4, 64
 """Groups of a rank's rows, their samples, and lines of data for each rank."""
-STEPS = 3
-
-
+STEPS, WARM = 8, 2
+"""Steps of a run, and how many of them only warm caches; the median of the others counts, and of the evaluations."""
+RESPONSE_TOKENS = 16
+"""Maximum length of unequal rows."""
 PARTS_OF_RUN = ("start", "step", "evaluation", "checkpoint", "resume", "report")
 RESULT = Path(__file__).parents[1] / "results" / "ranks.json"
 
@@ -49,12 +52,16 @@ class PlayedRun(TrainingRun):
 
     world: PlayedWorld
 
+    def _start_controller(self) -> None:
+        super()._start_controller()
+        self.backend.exchange = PlayedExchange(self.world, self.interrupts, self.backend.trace)
+
     def _one_step(self, state: RunState) -> None:
         with self.world.within(f"step {self.step + 1}"):
             super()._one_step(state)
 
     def _evaluate(self) -> StepMetrics:
-        with self.world.within("evaluation"):
+        with self.world.within(f"evaluation after {self.step}"):
             return super()._evaluate()
 
     def _save(self, state: RunState, wait: bool = False) -> None:
@@ -66,7 +73,7 @@ class PlayedRun(TrainingRun):
             super()._report(rehearsal)
 
 
-def config_of(folder: Path, size: int, steps: int = STEPS) -> Config:
+def config_of(folder: Path, size: int, steps: int = STEPS, unequal: bool = False) -> Config:
     return load_config(
         folder / "run.yaml",
         [
@@ -82,14 +89,14 @@ def config_of(folder: Path, size: int, steps: int = STEPS) -> Config:
             f"data.cache={folder / 'cache'}",
             "reward.verify=gsm8k",
             "reward.sandbox=none",
-            f"evaluation.every={steps}",
+            "evaluation.every=2",
             "evaluation.before_first_step=true",
             f"evaluation.samples={SAMPLES}",
             f"evaluation.max_prompts={GROUPS * size}",
             "trainer.checkpoint_every=0",
             f"rollout.samples_per_prompt={SAMPLES}",
-            # Rows of equal length: no rank's rows move, whichever rank is played.
-            "rollout.max_response_tokens=1",
+            # Rows of equal length do not move.
+            f"rollout.max_response_tokens={RESPONSE_TOKENS if unequal else 1}",
             f"trainer.prompts_per_step={GROUPS * size}",
             f"trainer.steps={steps}",
             "trainer.max_tokens_per_device=256",
@@ -124,28 +131,29 @@ def write_data(folder: Path, size: int) -> float:
     return seconds
 
 
-def play(folder: Path, rank: int, size: int) -> dict[str, Any]:
-    """Play one rank through its start, some steps, two evaluations, a checkpoint and a resume."""
-    record = folder / f"record-{size}.pt"
-    world = join_played(rank, size, None if rank == 0 else torch.load(record, weights_only=False))
+def play(folder: Path, rank: int, size: int, unequal: bool) -> dict[str, Any]:
+    """Play one rank through its start, some steps, evaluations, a checkpoint and a resume."""
+    record = folder / f"record-{size}-{unequal}.pt"
+    world = join_played(rank, size, None if rank == 0 else torch.load(record, weights_only=False), unequal)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with PlayedRun(config_of(folder, size), world=world) as run:
+    with PlayedRun(config_of(folder, size, unequal=unequal), world=world) as run:
         world.folder = run.folder
         with world.within("train"):
             run.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with world.within("resume"), PlayedRun(config_of(folder, size, STEPS + 1), world=world, resume=run.folder):
+    config = config_of(folder, size, STEPS + 1, unequal)
+    with world.within("resume"), PlayedRun(config, world=world, resume=run.folder):
         pass
     world.mark()
     if rank == 0:
         torch.save(world.played.record, record)
     parts = dict(world.parts)
-    # The first step warms caches; two evaluations.
-    parts["step"] = parts[f"step {STEPS}"]
-    parts["evaluation"] = Counter({name: count / 2 for name, count in parts["evaluation"].items()})
+    parts["step"] = median([parts[f"step {step}"] for step in range(WARM + 1, STEPS + 1)])
+    parts["evaluation"] = median([counts for name, counts in parts.items() if name.startswith("evaluation after")])
     return {
         "ranks": size,
         "rank": rank,
+        "unequal": unequal,
         "parts": {name: dict(parts.get(name, {})) for name in PARTS_OF_RUN},
         "peak_mib": peak / 1024,
         "grown_mib": (peak - before) / 1024,
@@ -153,15 +161,21 @@ def play(folder: Path, rank: int, size: int) -> dict[str, Any]:
     }
 
 
+def median(counted: Sequence[Counter[str]]) -> Counter[str]:
+    """Return the median of each count."""
+    return Counter({name: statistics.median(each[name] for each in counted) for name in counted[0]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
+    parser.add_argument("--unequal", action="store_true", help="rows of 1 to 16 sampled tokens, which move")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--play", type=int, nargs=2, metavar=("RANK", "SIZE"))
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/ranks.json")
     arguments = parser.parse_args()
     if arguments.play:
-        print(json.dumps(play(arguments.folder, *arguments.play)))
+        print(json.dumps(play(arguments.folder, *arguments.play, arguments.unequal)))
         return
     played = []
     with tempfile.TemporaryDirectory() as name:
@@ -175,6 +189,7 @@ def main() -> None:
             tokenised = write_data(folder, size)
             for rank in (0, 1, size - 1):
                 command = [sys.executable, "-m", "benchmarks.scale", "--folder", name, "--play", str(rank), str(size)]
+                command += ["--unequal"] if arguments.unequal else []
                 ended = subprocess.run(command, capture_output=True, text=True, check=False)
                 if ended.returncode:
                     print(ended.stderr[-4000:], file=sys.stderr)
@@ -190,7 +205,9 @@ def main() -> None:
                 )
     if arguments.save:
         about = {"date": datetime.date.today().isoformat(), **describe(1), "groups": GROUPS, "samples": SAMPLES}
-        RESULT.write_text(json.dumps({**about, "played": played}, indent=1) + "\n")
+        known = json.loads(RESULT.read_text())
+        key = "played_unequal" if arguments.unequal else "played"
+        RESULT.write_text(json.dumps({**known, **about, key: played}, indent=1) + "\n")
 
 
 def write_model(folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""The other ranks of a large run, answered for from a model in which every rank has equal rows.
+"""The other ranks of a large run, answered for from a model in which every rank has as many rows as the played one.
 
 rank 0 is played first ──what it says──▶ record
 rank r: all-gather   the record of rank 0, and its own message for every other rank
-        columns      its own, with the groups of each rank
+        columns      its own, with the groups of each rank; unequal rows are drawn from its own by chance
+        rows         that other ranks send have the lengths of the index, and the played rank's values
         reduce       the record of rank 0; on rank 0 its own value, once for each rank
         broadcast    the record of rank 0
         all-reduce   a sum times the number of ranks; a minimum or maximum as it is
@@ -26,12 +27,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.peers import FRAME, HEAD, Buffer, Peers, distances
 from braidrl.cluster.world import World, bytes_of
+from braidrl.data.codec import encode
+from braidrl.data.messages import join
+from braidrl.data.rows import Column, Objects, Rows
 from braidrl.observe.rollouts import part_path
+from braidrl.observe.trace import TraceWriter
+from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.saving.checkpoints import digests, files_in
 from braidrl.runtimes.saving.folders import latest_checkpoint
-from braidrl.runtimes.spmd.shard import Form, StageReport
+from braidrl.runtimes.spmd.shard import Form, Shard, ShardExchange, StageReport
 
 OF_A_MACHINE, MOST_GROUPS = 8, 1 << 20
 """Ranks of a machine, and a bound of the groups' numbers."""
@@ -103,6 +110,8 @@ class PlayedPeers(Peers):
         self.group, self.rank, self.size = group, group.number, group.count
         self.counted, self.record, self.calls = group.counted, list(record or []), 0
         self.makes_record = record is None
+        self.coming = dict[int, memoryview]()
+        """The messages of rows that other ranks send next."""
         self.rounds = len(list(distances(self.size)))
 
     def _recorded(self, message: Buffer) -> bytes:
@@ -134,9 +143,10 @@ class PlayedPeers(Peers):
             return self._recorded(message)
 
     def exchange(self, messages: Mapping[int, Buffer], senders: Collection[int], sign: int) -> dict[int, memoryview]:
-        assert not messages and not senders, "rows of equal ranks stay where they are"
-        self.counted.add("exchange", FRAME * 2, 2)
-        return {}
+        assert set(senders) == set(self.coming), "a model of the rows that others send is made before they are moved"
+        self.counted.add("exchange", FRAME * 2 + sum(map(frames, messages.values())), 2 + len(messages))
+        coming, self.coming = self.coming, {}
+        return coming
 
 
 def frames(message: Buffer) -> int:
@@ -147,8 +157,9 @@ def frames(message: Buffer) -> int:
 class PlayedWorld(World):
     """The world of a played rank. It counts the seconds of each place, without those of the model."""
 
-    def __init__(self, group: PlayedGroup, record: Sequence[bytes] | None) -> None:
+    def __init__(self, group: PlayedGroup, record: Sequence[bytes] | None, unequal: bool) -> None:
         super().__init__(group.number, group.count, group, dist.HashStore())
+        self.unequal = unequal
         self.played, self.seconds = PlayedPeers(group, record), defaultdict[str, float](float)
         self.counted, self.part = group.counted, "start"
         self.parts = defaultdict[str, Counter[str]](Counter)
@@ -197,7 +208,7 @@ class PlayedWorld(World):
         self.counted.add("columns", row * int(counts.sum() - counts[self.rank - 1]), self.played.rounds)
         packed = torch.cat([bytes_of(column) for column in columns.values()], dim=1)
         with self.counted.modelling():
-            gathered = packed.repeat(self.size, 1)
+            gathered = packed[self._drawn(counts)] if len(packed) else packed.new_zeros(int(counts.sum()), row)
         found, start = dict[str, Tensor](), 0
         for name, column in columns.items():
             width = bytes_of(column).shape[1]
@@ -210,6 +221,15 @@ class PlayedWorld(World):
                 shift = (torch.arange(self.size) - self.rank).repeat_interleave(each) * groups
                 found["group"] = (own.repeat(self.size) + shift).to(torch.int64)
         return found
+
+    def _drawn(self, counts: Tensor) -> Tensor:
+        """Return the row of this rank that each row (B,) of all ranks is like: the same ones for the same counts."""
+        own, first = int(counts[self.rank]), int(counts[: self.rank].sum())
+        if not self.unequal:
+            return torch.arange(int(counts.sum())) % own
+        drawn = torch.randint(own, (int(counts.sum()),), generator=torch.Generator().manual_seed(own))
+        drawn[first : first + own] = torch.arange(own)
+        return drawn
 
     def at(self, place: str) -> None:
         self.mark()
@@ -243,7 +263,60 @@ class PlayedWorld(World):
         }
 
 
-def join_played(rank: int, size: int, record: Sequence[bytes] | None) -> PlayedWorld:
+class PlayedExchange(ShardExchange):
+    """The exchange of a played rank's rows with those of other ranks, which the model makes."""
+
+    world: PlayedWorld
+
+    def __init__(self, world: PlayedWorld, interrupts: Interrupts, trace: TraceWriter | None) -> None:
+        super().__init__(world, interrupts, trace)
+        self._known = Rows({})
+
+    def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
+        with self.world.counted.modelling():
+            # A rank without rows now has had some.
+            self._known = table.rows if len(table.mine) else self._known
+            self.world.played.coming = self._coming(table, owner, needed)
+        return super().move(edge, table, owner, needed)
+
+    def _coming(self, table: Shard, owner: Tensor, needed: Sequence[str] | None) -> dict[int, memoryview]:
+        rank, source = self.world.rank, table.owner
+        coming = {}
+        for sender in set(source[owner == rank].tolist()) - {rank}:
+            index = table.index.take((source == sender) & (owner == rank))
+            rows = Rows({name: like(index, self._known, name) for name in self._known.payload})
+            rows = rows if needed is None else rows.only([name for name in dict.fromkeys(needed) if name in rows])
+            coming[sender] = memoryview(join(encode(rows)))
+        return coming
+
+
+def like(index: Rows, known: Rows, name: str) -> Column:
+    """Return a payload column of rows with these index columns, with the values of known rows."""
+    column, size = known[name], len(index)
+    if isinstance(column, Objects):
+        return Objects(tuple(column[row % len(column)] for row in range(size)))
+    of = next((each for each in ("length", "action_tokens", "prompt_length") if is_as_long(column, known, each)), None)
+    lengths = torch.ones(size, dtype=torch.int64) if of is None else index[of].long()
+    if name == "action_mask":
+        return Ragged.from_rows([torch.arange(n) >= n - a for n, a in pairs(index)], torch.bool)
+    if of is None:
+        assert name in ("sequence_lengths", "turn_lengths"), f"nothing is known of the lengths of {name}"
+        return Ragged.from_lengths(index["length" if name == "sequence_lengths" else "action_tokens"].long(), lengths)
+    return Ragged.from_lengths(
+        column.values.repeat(-(-int(lengths.sum()) // len(column.values)))[: int(lengths.sum())], lengths
+    )
+
+
+def pairs(index: Rows) -> list[tuple[int, int]]:
+    """Return the tokens and the action tokens of each row."""
+    return list(zip(index["length"].tolist(), index["action_tokens"].tolist(), strict=True))
+
+
+def is_as_long(column: Ragged, known: Rows, name: str) -> bool:
+    return name in known and torch.equal(column.lengths, known[name].long())
+
+
+def join_played(rank: int, size: int, record: Sequence[bytes] | None, unequal: bool = False) -> PlayedWorld:
     """Join the played group as the group of all ranks of torch.distributed."""
     made: list[PlayedGroup] = []
 
@@ -253,4 +326,4 @@ def join_played(rank: int, size: int, record: Sequence[bytes] | None) -> PlayedW
 
     dist.Backend.register_backend("played", create, devices=["cpu"])
     dist.init_process_group("played", store=dist.HashStore(), rank=rank, world_size=size)
-    return PlayedWorld(made[0], record)
+    return PlayedWorld(made[0], record, unequal)

@@ -227,10 +227,8 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         worker = RoleWorker(
             BackendSpec("actor", config_of(model, layout, dtype), True, DataParallel(world.group, world))
         )
-        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(
-            worker, world.size
-        )
-        found[name] = of_all_ranks(world, differing)
+        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype, task.get("limit", 1e-7))
+        found[name] = of_all_ranks(world, differing + not_divided(worker, world.size))
     for name, case in task.get("stepped", {}).items():
         world.at(name)
         found[name] = of_all_ranks(world, three_steps(world, *case))

@@ -267,7 +267,7 @@ def test_four_context_ranks_of_two_sequence_ranks_give_the_result_of_one_process
         {"context": 4, "pipeline": 2},
     ]
     cases = {str(layout): (models["two heads"], layout, "float64") for layout in layouts}
-    assert in_ranks(8, cases) == {name: [] for name in cases}
+    assert in_ranks(8, cases, limit=1e-9) == {name: [] for name in cases}
 
 
 @pytest.mark.soak
