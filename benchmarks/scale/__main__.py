@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.scale.played import PlayedExchange, PlayedWorld, join_played
+from benchmarks.scale.played import OF_A_MACHINE, PlayedExchange, PlayedWorld, heartbeats, join_played
 from braidrl.config import Config, load_config
 from braidrl.data.lines import Lines, index_lines
 from braidrl.data.prompts import LINES as INDEX
@@ -203,8 +203,16 @@ def main() -> None:
                 print(
                     f"| {size:,} | {rank:,} | {tokenised:.2f} |{seconds} {sent} | {told['peak_mib']:,.0f} |", flush=True
                 )
+    requests = heartbeats()
+    print(f"requests to the store a second of a machine with {OF_A_MACHINE} ranks: {requests:.1f}")
     if arguments.save:
-        about = {"date": datetime.date.today().isoformat(), **describe(1), "groups": GROUPS, "samples": SAMPLES}
+        about: dict[str, Any] = {
+            "date": datetime.date.today().isoformat(),
+            **describe(1),
+            "groups": GROUPS,
+            "samples": SAMPLES,
+        }
+        about["store_requests_a_second"] = requests
         known = json.loads(RESULT.read_text())
         key = "played_unequal" if arguments.unequal else "played"
         RESULT.write_text(json.dumps({**known, **about, key: played}, indent=1) + "\n")

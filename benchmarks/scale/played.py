@@ -13,6 +13,7 @@ the model takes are counted apart. Messages and bytes are those that `cluster/pe
 those of gloo's ring.
 """
 
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,8 +29,9 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.futures import Future
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.locations import Location, Locations
 from braidrl.cluster.peers import FRAME, HEAD, Buffer, Peers, distances
-from braidrl.cluster.world import World, bytes_of
+from braidrl.cluster.world import LOCATE_EVERY_S, World, bytes_of
 from braidrl.data.codec import encode
 from braidrl.data.messages import join
 from braidrl.data.rows import Column, Objects, Rows
@@ -208,7 +210,11 @@ class PlayedWorld(World):
         self.counted.add("columns", row * int(counts.sum() - counts[self.rank - 1]), self.played.rounds)
         packed = torch.cat([bytes_of(column) for column in columns.values()], dim=1)
         with self.counted.modelling():
-            gathered = packed[self._drawn(counts)] if len(packed) else packed.new_zeros(int(counts.sum()), row)
+            gathered = (
+                packed[self._drawn(counts, "group" in columns)]
+                if len(packed)
+                else packed.new_zeros(int(counts.sum()), row)
+            )
         found, start = dict[str, Tensor](), 0
         for name, column in columns.items():
             width = bytes_of(column).shape[1]
@@ -222,10 +228,10 @@ class PlayedWorld(World):
                 found["group"] = (own.repeat(self.size) + shift).to(torch.int64)
         return found
 
-    def _drawn(self, counts: Tensor) -> Tensor:
+    def _drawn(self, counts: Tensor, names_rows: bool) -> Tensor:
         """Return the row of this rank that each row (B,) of all ranks is like: the same ones for the same counts."""
         own, first = int(counts[self.rank]), int(counts[: self.rank].sum())
-        if not self.unequal:
+        if not self.unequal or names_rows:
             return torch.arange(int(counts.sum())) % own
         drawn = torch.randint(own, (int(counts.sum()),), generator=torch.Generator().manual_seed(own))
         drawn[first : first + own] = torch.arange(own)
@@ -314,6 +320,42 @@ def pairs(index: Rows) -> list[tuple[int, int]]:
 
 def is_as_long(column: Ragged, known: Rows, name: str) -> bool:
     return name in known and torch.equal(column.lengths, known[name].long())
+
+
+class CountingStore(dist.Store):
+    """A store in this process that counts its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store, self.requests = dist.HashStore(), 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("set", "get", "add", "check", "compare_set"):
+            return super().__getattribute__(name)
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def heartbeats(ranks: int = OF_A_MACHINE, seconds: int = 5) -> float:
+    """Return the requests to the store a second of a machine whose ranks all move on."""
+    store = CountingStore()
+    machine = [Locations(store) for _ in range(ranks)]
+
+    def moves_on(rank: int) -> None:
+        for meeting in range(seconds):
+            machine[rank].exchange(Location(rank, meeting, "a step"), LOCATE_EVERY_S, lambda: 0)
+
+    for count in (1, seconds):
+        # The first second begins with their names and numbers.
+        store.requests, seconds = 0, count
+        threads = [threading.Thread(target=moves_on, args=[rank]) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for one in machine:
+        one.close()
+    return store.requests / seconds
 
 
 def join_played(rank: int, size: int, record: Sequence[bytes] | None, unequal: bool = False) -> PlayedWorld:

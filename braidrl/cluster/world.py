@@ -9,8 +9,8 @@ rounds      sums and a minimum over all ranks, again and again, while each works
 mail        single messages between two ranks, in the store
 regroup     new process groups of the members that are left, or of more
 
-Each wait has a limit. A thread of each rank writes its location to the store, at most once a second; after a timeout
-the others read there which ranks are missing.
+Each wait has a limit. A thread of each rank tells its location once a second (`locations`); after a timeout the others
+read in the store which ranks are missing.
 """
 
 import gc
@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.child import end_at_once
 from braidrl.cluster.devices import own_devices
+from braidrl.cluster.locations import Location, Locations, known_locations, write
 from braidrl.cluster.membership import Membership, newest, propose, wait_to_join, waiting
 from braidrl.cluster.peers import Peers
 from braidrl.cluster.process_groups import (
@@ -41,7 +42,6 @@ from braidrl.cluster.process_groups import (
     destroy_groups,
     has_message,
     join_group,
-    message_at,
     put_message,
 )
 from braidrl.data.messages import pack_message, unpack_message
@@ -57,7 +57,7 @@ LOOK_S, JOIN_LIMIT_S, NEWER_LIMIT_S = 0.02, 30.0, 15.0
 ROUND_EVERY_S = 0.05
 """Seconds between the rounds that a rank joins while it works."""
 LOCATE_EVERY_S = 1.0
-"""Seconds between the locations that a rank writes to the store, if its location has changed."""
+"""Seconds between the locations that a rank tells."""
 NOTHING_LEFT = 2**62
 """The minimum of ranks without a number."""
 
@@ -174,16 +174,21 @@ class Elastic:
         while self.member not in self.newest.members:
             time.sleep(WAITING_LOOK_S)
 
-    def leave_outdated_groups(self, is_waiting: bool) -> None:
-        """End what this process does in groups whose membership has changed: it may wait there for a lost rank.
+    def leave_outdated_groups(self, is_waiting: bool, newest: int) -> None:
+        """End what this process does in groups older than the newest membership: it may wait there for a lost rank.
 
         A process that still waits after a time ends, and so is lost too: the others need not wait for it.
         """
-        with self.lock:
-            if not dist.is_initialized() or not self.is_outdated:
+        if not self.lock.acquire(blocking=False):
+            # Groups are being made, and this thread may speak for other ranks.
+            return
+        try:
+            if not dist.is_initialized() or newest <= self.known.number:
                 self._outdated_at = None
                 return
             abort_groups()
+        finally:
+            self.lock.release()
         now = time.monotonic()
         self._outdated_at = self._outdated_at or now
         if is_waiting and now - self._outdated_at > STUCK_S:
@@ -261,8 +266,6 @@ class World:
         self._is_meeting = False
         self.mail = None if store is None else dist.PrefixStore("mail", store)
         self._machines: list[list[int]] | None = None
-        self._written: tuple[int, str] | None = None
-        """The location in the store."""
         self.elastic: Elastic | None = None
         """Set if ranks may be lost, and come back."""
         self._closed = threading.Event()
@@ -285,19 +288,28 @@ class World:
         self._location = self._meetings, place
 
     def _locate(self) -> None:
-        """Write this rank's location to the store from time to time, until it closes or the store is gone."""
+        """Send this rank's location once a second, until it closes or the store is gone."""
+        locations: Locations | None = None
         with suppress(RuntimeError, OSError):
-            while not self._closed.wait(LOCATE_EVERY_S):
-                self._write_location()
+            while not self._closed.is_set():
+                if locations is None or locations.store is not self._store:
+                    if locations is not None:
+                        locations.close()
+                    assert self._store is not None
+                    locations = Locations(self._store)
+                newest = locations.exchange(self._here, LOCATE_EVERY_S, self._newest)
                 if self.elastic is not None:
-                    self.elastic.leave_outdated_groups(self._is_meeting)
+                    self.elastic.leave_outdated_groups(self._is_meeting, newest)
+        if locations is not None:
+            locations.close()
 
-    def _write_location(self) -> None:
-        location = self._location
-        if location != self._written:
-            assert self._store is not None
-            put_message(self._store, f"place/{self.rank}", list(location))
-            self._written = location
+    @property
+    def _here(self) -> Location:
+        return Location(self.rank, *self._location)
+
+    def _newest(self) -> int:
+        """Return the number of the newest membership."""
+        return 0 if self.elastic is None else self.elastic.newest.number
 
     @contextmanager
     def meeting(self, purpose: str) -> Iterator[str]:
@@ -320,13 +332,15 @@ class World:
             # The ranks missing from this collective, and where they were last.
             late = []
             try:
-                self._write_location()
-                # By then the other ranks have written theirs.
-                time.sleep(2 * LOCATE_EVERY_S)
+                write(self._store, [self._here])
+                # By then the other ranks' locations are written, by themselves or their machines' speakers.
+                time.sleep(3 * LOCATE_EVERY_S)
+                latest = known_locations(self._store)
                 for rank in range(self.size):
-                    meetings, place = message_at(self._store, f"place/{rank}", tuple[int, str])
-                    if meetings < self._meetings:
-                        late.append(f"rank {rank}, last seen in {place}")
+                    if rank not in latest:
+                        late.append(f"rank {rank}, of which nothing is known")
+                    elif latest[rank].meetings < self._meetings:
+                        late.append(f"rank {rank}, last seen in {latest[rank].place}")
             except (RuntimeError, OSError) as unknown:
                 late.append(f"ranks that nothing is known of ({first_line(unknown)})")
             missing = "; ".join(late) or "a rank that has ended since"
@@ -462,7 +476,7 @@ class World:
         # Locations and mail of the earlier membership are not read.
         store = dist.PrefixStore(str(elastic.known.number), elastic.meeting.store)
         self._store, self.mail = dist.PrefixStore("places", store), dist.PrefixStore("mail", store)
-        self._meetings, self._written, self._machines = 0, None, None
+        self._meetings, self._machines = 0, None
         self.at("the passage to other ranks")
 
     def leave_store(self) -> None:

@@ -172,7 +172,7 @@ class GroupSelector:
 
     def kept(self) -> list[int]:
         """Return the groups that are kept so far, by number."""
-        return sorted([*self.waiting, *(group for group, verdict in self.verdicts.items() if verdict.reason is None)])
+        return sorted([*self.waiting, *[group for group, verdict in self.verdicts.items() if verdict.reason is None]])
 
     def admit(self, groups: Sequence[int]) -> None:
         """Record admitted groups. Raises ValueError unless their numbers increase."""
@@ -187,7 +187,7 @@ class GroupSelector:
 
         Raises ValueError for a group that is not pending, UserError if a whole epoch was dropped.
         """
-        if others := verdicts.keys() - set(self.pending):
+        if others := verdicts.keys() - self.pending:
             raise ValueError(f"group {min(others)} is not awaited: it was decided before, or never admitted")
         self.verdicts.update(verdicts)
         self.pending = [group for group in self.pending if group not in verdicts]
@@ -227,8 +227,8 @@ class GroupSelector:
 
     def batch(self) -> tuple[int, ...] | None:
         """Return the batch's groups, or None while an undecided group may still precede one of them."""
-        kept = sorted((*self.waiting, *(group for group, v in self.verdicts.items() if v.reason is None)))
-        if len(kept) < self.target or any(group < kept[self.target - 1] for group in self.pending):
+        kept = self.kept()
+        if len(kept) < self.target or min(self.pending, default=kept[-1]) < kept[self.target - 1]:
             return None
         return tuple(kept[: self.target])
 
@@ -330,8 +330,8 @@ class GroupSelector:
         missing = self.target - len(self.waiting)
         # Rounding first makes 1.1 times 10 equal 11.
         end, done, kept = math.ceil(round(max(0, missing) * self.over_sampling, 6)), 0, 0
-        while end <= len(numbers) and all(group in self.verdicts for group in numbers[done:end]):
-            kept += sum(self.verdicts[group].reason is None for group in numbers[done:end])
+        while end <= len(numbers) and self.verdicts.keys() >= set(numbers[done:end]):
+            kept += [self.verdicts[group].reason for group in numbers[done:end]].count(None)
             done = end
             if missing <= kept:
                 break

@@ -121,7 +121,8 @@ class RankBackend:
                 rows = self.store.make(Admission(tuple(place), examples)).take(made)
         else:
             rows = self.store.make(origin, rank, size)
-            sizes = torch.tensor(self.world.gather("numbers of rows", len(rows)))
+            own = {"rows": torch.tensor([len(rows)])}
+            sizes = self.world.gather_columns("numbers of rows", own, torch.ones(size, dtype=torch.int64))["rows"]
             owner = torch.arange(size).repeat_interleave(sizes)
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 

@@ -1,0 +1,119 @@
+"""Where the ranks are, for the message after a failed collective: one message a machine and second, not one a rank.
+
+rank ──datagram each second──▶ speaker, a rank of the machine ──if they have changed──▶ store: `places/N`
+     ◀──newest membership──────                               ◀──newest membership──
+
+The speaker has bound an address of the run, which the kernel frees when its process ends: then another rank binds it.
+After a failure each rank writes its own location, so that a frozen speaker hides no other rank.
+"""
+
+import errno
+import select
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from braidrl.cluster.process_groups import count_at, has_message, message_at, put_first, put_message
+from braidrl.data.messages import pack_message, unpack_message
+
+MOST_BYTES = 1 << 16
+
+
+class Location(NamedTuple):
+    """What a rank does, after how many collectives."""
+
+    rank: int
+    meetings: int
+    place: str
+
+
+class Locations:
+    """The locations of a machine's ranks, as a thread of each rank sends them."""
+
+    def __init__(self, store: dist.Store) -> None:
+        """Take the store in which the ranks of all machines find them."""
+        self.store, self.speaks, self._number = store, False, 0
+        self._address = f"\0braid-{put_first(store, 'name of machines', uuid.uuid4().hex)}"
+        self._heard, self._sent = dict[int, Location](), dict[int, Location]()
+        self._listeners = set[bytes]()
+        self._socket, self._speaker = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
+        for one in (self._socket, self._speaker):
+            one.setblocking(False)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._speaker.close()
+
+    def exchange(self, own: Location, seconds: float, newest: Callable[[], int]) -> int:
+        """Exchange locations with the machine's other ranks for some seconds; return the number of the newest
+        membership, which the speaker gets from `newest`.
+        """
+        self._tell(own)
+        known, end = 0, time.monotonic() + seconds
+        sockets = [self._socket, self._speaker] if self.speaks else [self._socket]
+        while (left := end - time.monotonic()) > 0:
+            for ready in select.select(sockets, [], [], left)[0]:
+                message, sender = ready.recvfrom(MOST_BYTES)
+                if ready is self._socket:
+                    known = unpack_message(message, int)
+                    continue
+                location = unpack_message(message, Location)
+                self._heard[location.rank] = location
+                self._listeners.add(sender)
+        if not self.speaks:
+            return known
+        if self._heard != self._sent:
+            self._number = write(self.store, list(self._heard.values()), self._number)
+            self._sent = dict(self._heard)
+        known = newest()
+        for listener in list(self._listeners):
+            if not self._sends(known, listener):
+                self._listeners.discard(listener)
+        return known
+
+    def _tell(self, own: Location) -> None:
+        """Send this rank's location to the speaker, or become it if there is none."""
+        if not self.speaks:
+            try:
+                if not self._socket.getsockname():
+                    self._socket.bind("")  # an address for answers
+                if self._sends(own, self._address):
+                    return
+                self._speaker.bind(self._address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return
+                # A system without such addresses: each rank writes its own location.
+            self.speaks = True
+        self._heard[own.rank] = own
+
+    def _sends(self, message: object, address: str | bytes) -> bool:
+        """Send a datagram; return False if no process has the address."""
+        try:
+            self._socket.sendto(pack_message(message), address)
+        except BlockingIOError:  # its queue is full, and the message is repeated in a second
+            return True
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        return True
+
+
+def write(store: dist.Store, locations: list[Location], number: int = 0) -> int:
+    """Write locations to the store, in place of those with a number; return their number."""
+    number = number or count_at(store, "machines", 1)
+    put_message(store, f"places/{number}", locations)
+    return number
+
+
+def known_locations(store: dist.Store) -> dict[int, Location]:
+    """Return the latest location of each rank that has one in the store."""
+    latest = dict[int, Location]()
+    for number in range(1, count_at(store, "machines") + 1):
+        if has_message(store, key := f"places/{number}"):
+            for location in message_at(store, key, list[Location]):
+                latest[location.rank] = max(latest.get(location.rank, location), location)
+    return latest

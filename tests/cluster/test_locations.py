@@ -1,0 +1,67 @@
+"""The ranks of a machine leave their locations in the store together."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from braidrl.cluster.locations import Location, Locations, known_locations, write
+
+SECONDS = 0.2
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Locations]]:
+    store = dist.HashStore()
+    ranks = [Locations(store) for _ in range(3)]
+    yield ranks
+    for one in ranks:
+        one.close()
+
+
+def a_second_of(ranks: dict[int, Locations], meetings: int, newest: int = 0) -> dict[int, int]:
+    """Return the number of the newest membership as each rank knows it afterwards."""
+    known = dict[int, int]()
+
+    def exchange(rank: int, one: Locations) -> None:
+        known[rank] = one.exchange(Location(rank, meetings, f"place {meetings}"), SECONDS, lambda: newest)
+
+    threads = [threading.Thread(target=exchange, args=each) for each in ranks.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return known
+
+
+def written(store: dist.Store) -> list[str]:
+    return [f"places/{number}" for number in range(1, 9) if store.check([f"places/{number}"])]
+
+
+def test_one_rank_writes_the_locations_of_all_and_another_one_when_it_ends(ranks: list[Locations]) -> None:
+    store, every = ranks[0].store, dict(enumerate(ranks))
+    for meetings in range(1, 4):
+        a_second_of(every, meetings)
+    assert sum(one.speaks for one in ranks) == 1 and written(store) == ["places/1"]
+    assert {rank: each.place for rank, each in known_locations(store).items()} == dict.fromkeys(every, "place 3")
+    (gone,) = [rank for rank, one in every.items() if one.speaks]
+    every.pop(gone).close()
+    for meetings in range(4, 7):
+        a_second_of(every, meetings)
+    latest = known_locations(store)
+    assert sum(one.speaks for one in every.values()) == 1 and written(store) == ["places/1", "places/2"]
+    assert {rank: latest[rank].meetings for rank in range(3)} == {gone: 3, **dict.fromkeys(every, 6)}
+
+
+def test_the_speaker_tells_the_newest_membership(ranks: list[Locations]) -> None:
+    every = dict(enumerate(ranks))
+    for _ in range(3):
+        known = a_second_of(every, 1, newest=7)
+    assert known == dict.fromkeys(every, 7)
+
+
+def test_a_rank_that_writes_itself_is_known_though_the_speaker_is_frozen(ranks: list[Locations]) -> None:
+    a_second_of({0: ranks[0]}, 1)
+    write(ranks[1].store, [Location(1, 4, "a sum")])
+    assert known_locations(ranks[0].store) == {0: Location(0, 1, "place 1"), 1: Location(1, 4, "a sum")}
