@@ -19,6 +19,7 @@ from braidrl.data.loader import PromptLoader
 from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.data.records import written_lines
 from braidrl.data.tables import OwnBatches
+from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import settings, write_model
@@ -88,6 +89,23 @@ def test_rows_and_their_order_are_the_same_before_and_after_the_whole_file_is_re
     held.set()
     assert source.settle(wait=True) and source.opening is None
     assert before == drawn(source) == drawn(whole) and source.facts == whole.facts
+
+
+def test_each_line_is_tokenised_once_for_the_table(
+    write_jsonl: Write, plain_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, before, encode = list[str](), list[str](), PromptTemplate.encode_texts
+
+    def counted(template: PromptTemplate, texts: list[str], *given: Any, **named: Any) -> Any:
+        (made if threading.current_thread().name == "reading" else before).extend(texts)
+        return encode(template, texts, *given, **named)
+
+    monkeypatch.setattr(PromptTemplate, "encode_texts", counted)
+    (source,) = load_train(data_of(write_jsonl(RECORDS)), plain_tokenizer, opens=True)
+    assert source.settle(wait=True) and sorted(made) == sorted(record["prompt"] for record in RECORDS)
+    # Before the table is whole only lines that may be too long are tokenised.
+    before = [text for text in before if text.startswith("prompt")]
+    assert 0 < len(before) == len(set(before)) < len(RECORDS)
 
 
 def test_a_fault_anywhere_in_an_opened_file_is_raised_with_its_line(write_jsonl: Write, plain_tokenizer: Any) -> None:
