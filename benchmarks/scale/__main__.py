@@ -175,7 +175,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/ranks.json")
     arguments = parser.parse_args()
     if arguments.play:
-        print(json.dumps(play(arguments.folder, *arguments.play, arguments.unequal)))
+        rank, size = arguments.play
+        print(json.dumps(play(arguments.folder, rank, size, arguments.unequal)))
         return
     played = []
     with tempfile.TemporaryDirectory() as name:

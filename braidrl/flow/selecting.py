@@ -176,11 +176,12 @@ class GroupSelector:
 
     def admit(self, groups: Sequence[int]) -> None:
         """Record admitted groups. Raises ValueError unless their numbers increase."""
-        for group in groups:
-            if group <= self.admitted:
-                raise ValueError(f"group {group} is admitted after group {self.admitted}: numbers only rise")
-            self.admitted = group
-            self.pending.append(group)
+        before = [self.admitted, *groups]
+        if before != sorted(set(before)):
+            late = next(number for number, group in enumerate(groups) if group <= before[number])
+            raise ValueError(f"group {groups[late]} is admitted after group {before[late]}: numbers only rise")
+        self.admitted = before[-1]
+        self.pending.extend(groups)
 
     def decide(self, verdicts: Mapping[int, Verdict]) -> None:
         """Record verdicts in any order.

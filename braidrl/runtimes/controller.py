@@ -16,7 +16,7 @@ from braidrl.config import Config
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.batches import update_plan
+from braidrl.flow.batches import training_order, update_plan
 from braidrl.flow.compute import State, dropped, next_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, verdicts_by_group
 from braidrl.observe.metrics import Sums
@@ -219,8 +219,7 @@ class SerialController(Generic[TableT]):
     def ordered(self, table: TableT) -> TableT:
         """Return the rows sorted by (group, sample), the training order of every runtime."""
         index = self.backend.index(table)
-        order = np.lexsort((index["sample"].numpy(), index["group"].numpy()))
-        # They mostly are: a wave's groups come in order.
+        order = training_order(index["group"].numpy(), index["sample"].numpy())
         return table if (np.diff(order) == 1).all() else table.take(order.tolist())
 
     def updates(self, table: TableT, iteration: int) -> list[list[int]]:

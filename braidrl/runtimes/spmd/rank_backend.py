@@ -154,16 +154,19 @@ class RankBackend:
             index, owner = table.index, table.owner.clone()
             lengths = index["length"] if "length" in index else torch.ones_like(owner)
             rows = self.config.trainer.rows_per_update or len(index)
-            updates = update_plan(
-                index["group"].numpy(),
-                index["sample"].numpy(),
-                epochs=1,
-                seed=self.config.seed,
-                rows_per_update=len(index) if len(index) % rows else rows,
-                iteration=self.exchange.iteration,
-            )
-            for update in map(torch.as_tensor, updates):
-                owner[update] = balanced_owners(lengths[update], owner[update], self.world.size)
+            if rows == len(index) or len(index) % rows:
+                owner = balanced_owners(lengths, owner, self.world.size)
+            else:
+                updates = update_plan(
+                    index["group"].numpy(),
+                    index["sample"].numpy(),
+                    epochs=1,
+                    seed=self.config.seed,
+                    rows_per_update=rows,
+                    iteration=self.exchange.iteration,
+                )
+                for update in map(torch.as_tensor, updates):
+                    owner[update] = balanced_owners(lengths[update], owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)
         elif stage.scope is Scope.GROUP:
             groups, each = table.index["group"], torch.ones_like(table.owner)

@@ -11,6 +11,7 @@ move        payload to its new ranks, between those that send and receive some
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,11 +52,12 @@ class Shard:
         """Return a column of this rank's rows."""
         return self.rows[name]
 
-    @property
+    @cached_property
     def mine(self) -> Tensor:
+        """Return the positions of this rank's rows."""
         return (self.owner == self.rank).nonzero().flatten()
 
-    @property
+    @cached_property
     def rows(self) -> Rows:
         """Return this rank's rows with every column."""
         own = self.index.take(self.mine)
@@ -74,9 +76,9 @@ class Shard:
         return replace(self, index=self.index.with_columns(dict(index.items())), payload=new)
 
     def take(self, positions: Sequence[int]) -> "Shard":
-        chosen = torch.as_tensor(positions, dtype=torch.int64)
-        if torch.equal(chosen, torch.arange(len(self.owner))):
+        if len(positions) == len(self) and list(positions) == list(range(len(self))):
             return self
+        chosen = torch.as_tensor(positions, dtype=torch.int64)
         owner = self.owner[chosen]
         place = torch.zeros(len(self.owner), dtype=torch.int64)
         place[self.mine] = torch.arange(len(self.mine))
