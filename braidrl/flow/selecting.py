@@ -342,7 +342,8 @@ class GroupSelector:
 
     def _end(self, waiting: dict[int, int], carried: Sequence[int], returned: Sequence[int]) -> None:
         """Reset the state after a batch."""
-        decided = [verdict for group, verdict in self.verdicts.items() if group not in {*carried, *returned}]
+        ahead = {*carried, *returned}
+        decided = [verdict for group, verdict in self.verdicts.items() if group not in ahead]
         ended = [verdict for verdict in decided if verdict.reason != UNFINISHED]
         if ended:
             self.observed = sum(verdict.reason is None for verdict in ended), len(ended)
