@@ -97,6 +97,8 @@ def config_of(folder: Path, size: int, steps: int = STEPS, unequal: bool = False
             f"rollout.samples_per_prompt={SAMPLES}",
             # Rows of equal length do not move.
             f"rollout.max_response_tokens={RESPONSE_TOKENS if unequal else 1}",
+            # The values of rows that the model sends belong to other tokens.
+            "rollout.max_log_prob_gap=1000",
             f"trainer.prompts_per_step={GROUPS * size}",
             f"trainer.steps={steps}",
             "trainer.max_tokens_per_device=256",
