@@ -68,13 +68,14 @@ CONVERSATIONS, COMPLETION = ("messages", "conversations"), "completion"
 SYSTEM = ("system", "system_prompt")
 """Fields with the system message of a record, beside its prompt."""
 CALLS = ("function_call", "tool_call")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     **dict.fromkeys(CALLS, "assistant"),
     **dict.fromkeys(("observation", "tool_response", "function_response", "function"), "tool"),
-    **{role: role for role in ("user", "assistant", "system", "tool", "developer")},
+    **{role: role for role in ROLES},
 }
 """Roles of messages in the form {from, value}. The value of a call is JSON: {name, arguments}, or a list of these."""
 TEMPLATED = ("prompt_field", "tools_field", "template_field", "response_field", "chosen_field", "rejected_field")
@@ -129,8 +130,8 @@ class Reading:
         self._is_arrow = source.path.is_dir() or source.path.suffix == ".parquet"
         """Whether records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
         templated = {getattr(source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
-        self._without_nulls = templated if self._is_arrow else set[str]()
-        """Fields from which nulls are removed: those for templates. Verifiers get their fields unchanged."""
+        self._templated = templated
+        """Fields for templates: nulls of Arrow's are removed. Verifiers get their fields unchanged."""
         defaults = {key: field.default for key, field in SourceConfig.model_fields.items()}
         # A resolved configuration sets every field, so `model_fields_set` would not tell.
         self._named = {key for key, default in defaults.items() if getattr(source, key) != default}
@@ -237,13 +238,20 @@ class Reading:
         for key, raw in converted.items():
             name, value = whole_text(str(key)), as_json(raw)
             if value is not NO_FORM:
-                values[name] = without_nulls(value) if name in self._without_nulls else value
+                values[name] = self._for_templates(name, value, line) if name in self._templated else value
             elif name not in self.without_form:
                 self.without_form.append(name)
         example = self._example(values, line)
         if images or any(image_parts(one) for one in (example.prompt, example.response, example.rejected)):
             return self._with_images(example, images, line)
         return example
+
+    def _for_templates(self, name: str, value: Any, line: int) -> Any:
+        """Return the value of a field for templates without Arrow's nulls, and messages for the JSON of messages."""
+        if isinstance(value, str) and (messages := messages_in(value)):
+            self.notes.setdefault(f"{name!r} is the JSON of messages, and is read as messages", line)
+            return messages
+        return without_nulls(value) if self._is_arrow else value
 
     def _with_kept_images(self, record: Record) -> tuple[Record, list[str]]:
         """Return a record whose images are names in the store, and the names of the field for images.
@@ -341,6 +349,8 @@ class Reading:
                     "(`braid check` says which), or leave images out by a `convert` of your own"
                 )
         for message in messages:
+            if message["role"] not in ROLES:
+                self.notes.setdefault(f"the role {message['role']!r} is none of {', '.join(ROLES)}", line)
             if message["role"] != "assistant" and any(message.get(name) for name in TRAINED):
                 name = next(name for name in TRAINED if message.get(name))
                 self.notes.setdefault(f"{name!r} of a {message['role']}'s message; only assistants' are trained", line)
@@ -358,6 +368,9 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     starts = given[0] if isinstance(given, list) and given else None
     if isinstance(starts, dict) and not (is_answer(starts) and find(record, source.prompt_field) is not ABSENT):
         messages, least = check_messages(where, field, given), 0
+    elif field in CONVERSATIONS and not isinstance(starts, dict):
+        said = f"is {kind_of(given)}" if starts is None else f"holds {kind_of(starts)}"
+        raise UserError(f"{where}: {field!r} {said}; write a list of messages {{role, content}}")
     else:
         prompt = prompt_of(source, record, where)
         response = check_response(where, field, given)
@@ -368,8 +381,11 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
     # An answer at the start has no prompt, and belongs to the next one's.
     if not (answers := [number for number in answers if number]):
-        lacks = "has no assistant's turn behind a prompt; write at least a user's message and an answer"
-        raise UserError(f"{where}: {field!r} {lacks}")
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+        raise UserError(
+            f"{where}: {field!r} has no assistant's turn behind a prompt, but the roles {roles}; write at least a "
+            "message of user and one of assistant"
+        )
     if not (answers := [number for number in answers if is_trained(messages[number])]):
         raise LeftOut("the weights of its messages leave no turn to train on")
     start = answers[-1] if source.train_on == "last" else answers[0]
@@ -525,6 +541,21 @@ def is_answer(message: Any) -> bool:
     """Return True for an assistant's message, in either form."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return SHAREGPT.get(str(role), role) == "assistant"
+
+
+def messages_in(text: str) -> list[Record]:
+    """Return the messages that a text is the JSON of; an empty list for any other text."""
+    if not text.lstrip().startswith("["):
+        return []
+    try:
+        read = parse_json(text)
+    except ValueError:
+        return []
+    forms = ({"role", "content"}, {"from", "value"})
+    is_conversation = isinstance(read, list) and all(
+        isinstance(message, dict) and any(form <= message.keys() for form in forms) for message in read
+    )
+    return read if is_conversation else []
 
 
 def without_nulls(value: Any) -> Any:

@@ -42,6 +42,8 @@ def tree_of(study: Study, name: str, seed: int) -> Tree:
     family, more = RUNS[name]
     algorithm: Tree = {"replay": "inference", "old": "recompute"} if name.endswith("replay") else {}
     tree = study.policy("grpo", algorithm, seed, family=family, threads=1, **more)
+    # With twice this rate mixtures forget again what they have learned.
+    tree["trainer"] |= {"learning_rate": 2.5e-4}
     if "expert" in name:
         tree["trainer"] |= {"layout": {"expert": 2}}
     if family == MIXTURE:

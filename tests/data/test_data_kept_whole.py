@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,27 @@ def test_columns_that_are_not_trained_on_are_named(
 def test_columns_that_the_model_is_not_shown_are_named_for_prompts_too(write_jsonl: Write) -> None:
     source = load(write_jsonl([{"prompt": "q", "answer": "a", "level": 3}]), CHATML, prompts=True)
     assert source.report().endswith("for verifiers and environments alone: level")
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_messages_as_json_text_are_read_as_messages(field: str, write_jsonl: Write) -> None:
+    record = {"messages": [user(), answer()]} if field == "messages" else {"prompt": [user()], "response": "a"}
+    source = load(write_jsonl([{**record, field: json.dumps(record[field])}]), CHATML)
+    assert trained(source) == ("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>", "a<|im_end|>")
+    assert f"{field!r} is the JSON of messages" in source.report()
+
+
+def test_other_json_text_is_a_prompt(write_jsonl: Write) -> None:
+    for text in ('["a", "b"]', '[{"role": "user"}]', "[1, 2", "[]"):
+        assert text in trained(load(write_jsonl([{"prompt": text, "response": "a"}]), CHATML))[0]
+
+
+def test_roles_that_no_template_knows_are_named(write_jsonl: Write) -> None:
+    source = load(write_jsonl([{"prompt": [{"role": "human", "content": "q"}]}]), CHATML, prompts=True)
+    assert "role 'human'" in source.report()
+    for messages in ([{"role": "User", "content": "q"}, {"role": "Bot", "content": "a"}], ["q", "a"], "q"):
+        with pytest.raises(UserError, match=r"'messages' .*(User, Bot|list of messages)"):
+            load(write_jsonl([{"messages": messages}]), CHATML)
 
 
 def test_a_conversation_may_begin_with_an_answer(write_jsonl: Write) -> None:
