@@ -7,8 +7,9 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from braidrl.cluster.watchdog import ASLEEP_S, NEEDED_BY_RAY, descendants, has_e
 from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError, WorkerError
 
+REACH_S = 3.0
+"""Seconds in which a node's daemon has to take a connection."""
 BEATS = "beats"
 """Concurrency group of every actor's heartbeat."""
 KIND, SOME = "accelerator_type:", 0.001
@@ -48,6 +51,30 @@ class Reservation:
     strategy: Any
     cpus: int = 1
     gpus: int = 0
+
+
+def room_for(
+    nodes: Mapping[str, Mapping[str, float]], taken: Sequence[Reservation], cpus: int = 1, gpus: int = 0
+) -> int:
+    """Return how many further workers with so many CPUs and GPUs the nodes hold, given by their resources, beside those
+    that have places there.
+    """
+    free = {node: [resources.get(kind, 0.0) for kind in ("CPU", "GPU")] for node, resources in nodes.items()}
+    for place in taken:
+        if place.node in free:
+            free[place.node][0] -= place.cpus
+            free[place.node][1] -= place.gpus
+    rooms = (min(int(c // cpus), int(g // gpus) if gpus else int(c // cpus)) for c, g in free.values())
+    return sum(max(0, room) for room in rooms)
+
+
+def is_reachable(address: str, port: int) -> bool:
+    """Return True if a process listens at an address."""
+    try:
+        socket.create_connection((address, port), REACH_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class RayCluster:
@@ -138,7 +165,7 @@ class RayCluster:
             bundles = [bundle] * (pool.workers // together)
             self.groups.append(util.placement_group(bundles, strategy="STRICT_SPREAD" if pool.nodes else "PACK"))
         reserved = []
-        for pool, group in zip(pools, self.groups, strict=True):
+        for pool, group in zip(pools, self.groups[-len(pools) :], strict=True):
             if not group.wait(self.config.start_limit_s):
                 raise UserError(
                     f"waited {self.config.start_limit_s:g} s for {pool.workers} free {self.kind}s for {pool.name}; "
@@ -152,6 +179,23 @@ class RayCluster:
             places = [Reservation(nodes[n], strategy(group, n), 1, devices_by_pool.get(pool.name, 0)) for n in order]
             reserved.append([slot for slot in places for _ in range(pool.workers // len(order))])
         return reserved
+
+    def living_nodes(self) -> dict[str, dict[str, float]]:
+        """Return the resources of each node whose Ray daemon answers, by the node's id: Ray itself notices later that
+        one is lost.
+        """
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        return {
+            node["NodeID"]: node["Resources"]
+            for node in nodes
+            if is_reachable(node["NodeManagerAddress"], node["NodeManagerPort"])
+        }
+
+    def release(self, places: Sequence[Reservation]) -> None:
+        """Give back what the places of a pool take."""
+        for group in {id(found): found for place in places if (found := place.strategy.placement_group)}.values():
+            self.ray.util.remove_placement_group(group)
+            self.groups = [kept for kept in self.groups if kept.id != group.id]
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call

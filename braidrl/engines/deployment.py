@@ -330,6 +330,13 @@ class Deployment:
         for fault in chain(*faults, *(self._pool_faults(pool) for pool in pools)):
             raise UserError(fault)
 
+    def fits(self, pool: Pool) -> bool:
+        """Return True if the layouts and engines of a pool's roles can have its number of workers."""
+        try:
+            return not list(self._pool_faults(pool))
+        except UserError:
+            return False
+
     def layouts_of(self, role: str) -> dict[str, ParallelLayout]:
         """Return the layouts in which a role trains and infers, by their keys."""
         settings, inferring = settings_of(role, self.config), self.inference_layouts.get(role)

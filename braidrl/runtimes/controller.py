@@ -99,8 +99,7 @@ class SerialController(Generic[TableT]):
         return []
 
     def is_awaited(self) -> bool:
-        """Return False: ranks let processes in by themselves."""
-        return False
+        return self.backend.is_awaited()
 
     def begin_again(self, version: int) -> Restart:
         """Have the backend replace lost processes. All rows are forgotten, including the surplus."""

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from braidrl.training.objective import Accumulated, Objective, UpdateCounts, wit
 from braidrl.training.optimizer import CONFIGURED, StepOverrides, learning_rate
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import own_tokenizer, settings_of
-from braidrl.training.roles.checkpoint import Write
+from braidrl.training.roles.checkpoint import Write, copied
 from braidrl.training.roles.copies import RoleCopy
 from braidrl.training.roles.worker import make_worker, torch_worker
+from braidrl.weights.shards import WeightPart
 
 Totals = Mapping[str, Tensor]
 MODELLED = (Kind.GENERATE, Kind.INFER, Kind.TRAIN)
@@ -317,20 +319,34 @@ class StageExecutor:
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
-    def copy_changing(self) -> dict[str, dict[str, Tensor]]:
+    def changing_parts(self) -> dict[str, WeightPart]:
+        """Return this rank's parts of all tensors that training changes, by role and name; a budget of memory may have
+        moved their values away.
+        """
+        return of_roles({worker.role: torch_worker(worker).changing_parts() for worker in self._changed()})
+
+    def empty_changing(self, known: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+        """Return uninitialised host memory for this rank's parts of `known` tensors, which training changes.
+
+        Raises LookupError if some are missing.
+        """
+        return of_roles(
+            {worker.role: torch_worker(worker).empty_parts(of_role(worker.role, known)) for worker in self._changed()}
+        )
+
+    def copy_changing(self) -> dict[str, WeightPart]:
         """Return copies, in host memory, of all tensors that training changes, by role and name."""
         copies = {}
         for worker in self._changed():
             with self.residency.all_of(worker.role):
-                tensors = torch_worker(worker).changing_tensors()
-                copies[worker.role] = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        return copies
+                copies[worker.role] = copied(torch_worker(worker).changing_parts())
+        return of_roles(copies)
 
-    def restore_changing(self, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore_changing(self, copies: Mapping[str, WeightPart]) -> None:
         """Restore what `copy_changing` has copied; skipped steps are counted anew."""
-        for role, tensors in copies.items():
-            with self.residency.all_of(role):
-                torch_worker(self.workers[role]).restore(tensors)
+        for worker in self._changed():
+            with self.residency.all_of(worker.role):
+                torch_worker(worker).restore(of_role(worker.role, copies))
         self.skipped.clear()
 
     def regroup(self) -> None:
@@ -345,3 +361,17 @@ class StageExecutor:
 
     def close(self) -> None:
         self.generation.close()
+
+
+def of_roles(parts: Mapping[str, Mapping[str, WeightPart]]) -> dict[str, WeightPart]:
+    """Return parts of roles under names that begin with the role's."""
+    return {
+        f"{role}/{name}": replace(part, names=[f"{role}/{name}"])
+        for role, named in parts.items()
+        for name, part in named.items()
+    }
+
+
+def of_role(role: str, parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+    """Return the parts of one role among those of several."""
+    return {name.removeprefix(f"{role}/"): part for name, part in parts.items() if name.startswith(f"{role}/")}

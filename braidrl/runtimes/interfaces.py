@@ -120,6 +120,9 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
     def publish(self, version: int) -> None:
         """Wait for all training and load the trained weights into the engines."""
 
+    def is_awaited(self) -> bool:
+        """Return True if `begin_again` would take in processes in place of lost ones."""
+
     def begin_again(self) -> bool:
         """Restart lost processes and forget all rows; return False if all processes must restart."""
 

@@ -1,79 +1,171 @@
-"""Replicas of training in the memory of ranks: the tensors that it changes, and their copies from before the batch.
+"""Copies of a trained role's state in the memory of its ranks, from which training continues after a loss.
 
-step 5 done ─▶ step 6: train ── a rank is lost ──▶ new groups ──▶ go back: undo step 6 ──▶ share with those that come
-                  ╰── keep: copies of weights and optimizer, before the first update
+step 5 done ─▶ keep: each rank copies its parts; those that no other rank has go to its neighbour too
+            ─▶ step 6: train ── a rank is lost ──▶ new groups ──▶ restore: each rank gets its parts of step 5 anew
 
-Under `distributed` and `streaming` alike. Where no rank holds everything, all ranks load a checkpoint instead.
+Under `distributed` and `streaming` alike, in any layout of the built-in backend. The shard index says which rank has
+which block, and the reshard plan moves the blocks. If one is on no rank, all ranks load a checkpoint instead.
 """
 
 import gc
-from collections.abc import Collection, Mapping
+import operator
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from traceback import clear_frames
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from braidrl.cluster.world import World
+from braidrl.cluster.shared_memory import machine
+from braidrl.cluster.world import Ranks, World
 from braidrl.engines.deployment import Deployment
-from braidrl.errors import UserError, causes
+from braidrl.errors import LostPeers, UserError, causes
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.training.role_settings import settings_of
+from braidrl.weights.boxes import Box
+from braidrl.weights.reshard_plan import ShardIndex, TensorGroup, gather_shard_index
+from braidrl.weights.shards import WeightPart
+from braidrl.weights.transfer import WeightTransfer
 
-Changing = Mapping[str, Mapping[str, Tensor]]
-"""All tensors that training changes, by role and name."""
+HOST = torch.device("cpu")
 
 
 class Replica:
-    """One rank's weights and optimizers, each of them whole."""
+    """One rank's copies of the tensors that training changes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.undo: tuple[int, Changing] | None = None
-        """The tensors after a step, if the training of the next one may have begun."""
+        self.copies: dict[int, Mapping[str, WeightPart]] = {}
+        """The copies after a step, in host memory; while those of the next step are made, also these."""
+        self.names: list[str] | None = None
+        """The tensors of the plan below; None if the ranks have none yet."""
+        self.transfer: WeightTransfer | None = None
+        """Moves this rank's lone blocks to its neighbour; None if each block is on several ranks."""
+        self.spares: list[tuple[str, torch.Size, torch.dtype, Box]] = []
+        """The blocks of another rank that this one keeps."""
 
-    def keep(self, step: int, executor: StageExecutor) -> None:
-        """Copy what the training after a step is going to change, once for each step."""
-        if self.world.elastic is not None and (self.undo is None or self.undo[0] != step):
-            self.undo = None  # frees its memory
-            self.undo = step, executor.copy_changing()
+    def keep(self, step: int, executor: StageExecutor, retains: bool = False) -> None:
+        """Copy the state after a step, once, before it changes; with `retains` also keep the copies of an earlier step.
 
-    def go_back(self, step: int, executor: StageExecutor) -> None:
-        """Undo the training after a step, if it has begun."""
-        if self.undo is not None and self.undo[0] == step:
-            executor.restore_changing(self.undo[1])
-        else:
-            self.undo = None
+        All ranks call this together, after they have made the step.
+        """
+        if step not in self.copies:
+            names = list(executor.changing_parts())
+            if self.world.reduce("copies of a step", names != self.names, operator.or_, bool):
+                self._plan(executor.changing_parts())
+            if self.transfer is None and not retains:
+                self.copies.clear()  # to free its memory first: every rank has made the step
+            copies = executor.copy_changing()
+            self.copies[step] = copies if self.transfer is None else self._with_neighbours(self.transfer, copies)
+            if self.transfer is not None:
+                self.world.meet("copies on other ranks")
+        if not retains:
+            self.copies = {step: self.copies[step]}
 
-    def share(self, executor: StageExecutor, sender: int, is_new: bool) -> None:
-        """Give new processes the tensors of a rank, the sender. All ranks call this together."""
-        received = self._broadcast({} if self.world.rank != sender else executor.copy_changing(), sender)
-        if is_new:
-            executor.restore_changing(received)
+    def copy_again(self, step: int, executor: StageExecutor) -> None:
+        """Copy the state after a step for the present ranks; earlier copies stay if a rank is lost meanwhile."""
+        earlier, self.copies = self.copies, {}
+        try:
+            self.keep(step, executor)
+        except LostPeers:
+            self.copies = earlier
+            raise
 
-    def _broadcast(self, tensors: Changing, sender: int) -> Changing:
-        """Return the sender's tensors."""
-        about = [
-            (role, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for role, named in tensors.items()
-            for name, tensor in named.items()
-        ]
-        described = self.world.gather("tensors of the run", about)[sender]
-        received: dict[str, dict[str, Tensor]] = {}
-        with self.world.meeting("tensors of a rank that is back"):
-            for role, name, shape, dtype in described:
-                is_sender = self.world.rank == sender
-                tensor = tensors[role][name] if is_sender else torch.empty(shape, dtype=getattr(torch, dtype))
-                dist.broadcast(tensor.contiguous() if is_sender else tensor, src=sender, group=self.world.group)
-                received.setdefault(role, {})[name] = tensor
-        return received
+    def hold(self, step: int, executor: StageExecutor) -> None:
+        """Copy this rank's state after a step, unless it has, before its models are freed."""
+        if step not in self.copies:
+            self.copies[step] = executor.copy_changing()
+
+    def restore(self, step: int, executor: StageExecutor, has_state: bool) -> bool:
+        """Take the models of all ranks to the state after a step; return False if a block of it is on no rank.
+
+        A rank that `has_state` undoes what it has made since; others get it. All ranks call this together.
+        """
+        copies = self.copies.get(step)
+        if has_state and copies is not None:
+            executor.restore_changing(copies)
+        if not any(self.world.gather("ranks without a state", not has_state, bool)):
+            return True
+        if copies is None:
+            copies = executor.copy_changing() if has_state else {}
+        ranks, wanted, is_whole = Ranks(supervisor=self.world), dict[str, WeightPart](), True
+        known = gather_shard_index(copies, ranks, machine())
+        try:
+            wanted = {} if has_state else executor.empty_changing(known.tensors)
+        except LookupError:
+            is_whole = False
+        index = gather_shard_index(wanted, ranks)
+        if not all(self.world.gather("ranks that know their tensors", is_whole, bool)):
+            return False
+        try:
+            transfer = WeightTransfer(known, known.groups(index), ranks, device=HOST)
+        except ValueError:  # on every rank
+            return False
+        transfer.run(copies, wanted)
+        if not has_state:
+            executor.restore_changing(wanted)
+        return True
+
+    def leave(self) -> None:
+        """Forget the plan of the present ranks, with their process group."""
+        self.names, self.transfer, self.spares = None, None, []
+
+    def _plan(self, parts: Mapping[str, WeightPart]) -> None:
+        """Plan which blocks go to a neighbour; all ranks call this together."""
+        self.leave()
+        ranks = Ranks(supervisor=self.world)
+        known = gather_shard_index(parts, ranks, machine())
+        groups, names = lone_blocks(known), list(known.tensors)
+        if any(group.wanted for group in groups):
+            self.transfer = WeightTransfer(known, groups, ranks, device=HOST)
+        for group in groups:
+            for box in (box for rank, box in group.wanted if rank == self.world.rank):
+                for name in (names[tensor] for tensor in group.tensors):
+                    tensor = known.tensors[name].tensor
+                    self.spares.append((name, torch.Size(group.shape), tensor.dtype, box))
+        self.names = list(parts)
+
+    def _with_neighbours(self, transfer: WeightTransfer, copies: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+        """Return this rank's copies, and those of the blocks that it keeps for another rank."""
+        spares = {
+            name: WeightPart([name], torch.empty(box.sizes, dtype=dtype), (shape, box))
+            for name, shape, dtype, box in self.spares
+        }
+        transfer.run(copies, spares)
+        both = dict(copies)
+        for name, part in spares.items():
+            both[name] = replace(copies[name], others=(part,)) if name in copies else part
+        return both
+
+
+def lone_blocks(known: ShardIndex) -> list[TensorGroup]:
+    """Return the groups of tensors with the blocks that only one rank has; the neighbour of that rank wants them."""
+    away = distance_to_neighbour(known.machines)
+    groups = []
+    for group in known.groups():
+        ranks_with = Counter(box for _, box in group.held)
+        lone = [(rank, box) for rank, box in group.held if box.elements and ranks_with[box] == 1]
+        wanted = [((rank + away) % len(known.machines), box) for rank, box in lone]
+        groups.append(replace(group, wanted=wanted if len(known.machines) > 1 else ()))
+    return groups
+
+
+def distance_to_neighbour(machines: Sequence[str]) -> int:
+    """Return how many ranks further each rank's neighbour is: on another machine, if they can all have one there."""
+    ranks = range(len(machines))
+    apart = (n for n in ranks[1:] if all(machines[rank] != machines[(rank + n) % len(machines)] for rank in ranks))
+    return next(apart, 1)
+
+
+def are_copied(roles: Collection[str], deployment: Deployment) -> bool:
+    """Return True if the state of these roles can be copied and restored in memory."""
+    return all(settings_of(role, deployment.config).backend == "torch" for role in roles)
 
 
 def are_replicated(roles: Collection[str], deployment: Deployment) -> bool:
     """Return True if each rank of these roles holds all of their weights and optimizer states."""
     layouts = (layout for role in roles for layout in deployment.layouts_of(role).values())
-    built_in = all(settings_of(role, deployment.config).backend == "torch" for role in roles)
-    return built_in and all(layout.is_replicated for layout in layouts)
+    return are_copied(roles, deployment) and all(layout.is_replicated for layout in layouts)
 
 
 def fit(roles: Collection[str], deployment: Deployment, ranks: int) -> bool:

@@ -230,11 +230,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                             self._save(snapshot, wait=True)
                             break
                         self.checkpoints.wait(block=False)
+                        if self.world.elastic is not None:
+                            self.regrouping.keep(snapshot, rank_backend(self.backend))
                         if self._take_in(snapshot):
                             continue
                         for line in settle(self.prepared, self.world):
                             self.progress.print(line)
-                        self._one_step(snapshot)
+                        self._one_step()
                     except LostPeers as error:
                         if self.world.elastic is None:
                             raise
@@ -283,7 +285,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _bring_back(self, error: LostProcess) -> None:
         """Resume from the newest complete checkpoint with the remaining processes, or raise `error`."""
         checkpoint = resume_point(self.folder, newest_whole=True)
-        if checkpoint is None or not self.repairs.spend():
+        if checkpoint is None or not (error.is_counted or self.repairs.spend()):
             raise error
         error.is_counted = True
         state = load_checkpoint(checkpoint)
@@ -321,7 +323,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             return True
         came = self.world.share("processes that wait", elastic.waiting() if self.world.first else None)
         if came:
-            if not self.regrouping.has_replicas:
+            if not self.regrouping.is_copied:
                 self._save(state, wait=True)
             if self.world.first:
                 elastic.add(came)
@@ -336,14 +338,15 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """
         start = time.time()
         while True:
+            self.regrouping.hold(state, rank_backend(self.backend) if self.backend is not None else None)
             if not self.regrouping.has_replicas:
                 self._drop_backend(error)
             self.world.regroup(error)
             try:
                 with self.interrupts.hold():
                     self._wait_for_enough()
-                    self._settle(state)
-                self.regrouping.reached, self.regrouping.is_loading = None, False
+                    self._settle(is_new=state is None)
+                    self.regrouping.end(self._snapshot(), rank_backend(self.backend))
                 if (trace := self.backend.trace) is not None:
                     stage = f"{self.world.size} ranks"
                     trace.record(Span(trace.worker, "ranks", stage, self.step + 1, start, time.time()))
@@ -362,11 +365,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 elastic.add(came)
             self.world.regroup()
 
-    def _settle(self, state: RunState | None) -> None:
-        """Continue after the last step that all ranks have made; `state` is that after this rank's."""
-        backend = rank_backend(self.backend) if self.backend is not None else None
-        settled, source = self.regrouping.settle(state, backend), "memory"
-        if settled is not None:
+    def _settle(self, is_new: bool) -> None:
+        """Continue after the newest step whose state is in the memory of the ranks, else from a checkpoint."""
+        settled, source = self.regrouping.agreed(is_new), "memory"
+        if settled is not None and self._restored(settled.step, is_new):
             self.step, self.version = settled.step, settled.version
             self.controller.restore(settled.position)
             self.backend.publish(settled.version)
@@ -379,9 +381,17 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         ranks = "1 rank continues" if self.world.size == 1 else f"{self.world.size} ranks continue"
         self.progress.print(f"{ranks} after step {self.step}, from {source}")
 
+    def _restored(self, step: int, is_new: bool) -> bool:
+        """Take the models of all ranks to a step whose state is in memory; return False if a part of it is lost."""
+        has_state = self.backend is not None and not is_new
+        if self.backend is None:
+            self._start_controller()
+        else:
+            rank_backend(self.backend).regroup()
+        return self.regrouping.replica.restore(step, rank_backend(self.backend).executor, has_state)
+
     def _drop_backend(self, error: BaseException | None = None) -> None:
         """Free the backend, with its process groups, which the frames of an error may hold."""
-        self.regrouping.is_loading = True
         with suppress(UserError, WorkerError, RuntimeError):
             self.checkpoints.wait()
         if self.backend is not None:
@@ -395,6 +405,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """Make the backend anew in this process, for the present ranks, and load the newest checkpoint; return its
         name.
         """
+        self.regrouping.load_instead()
         self._drop_backend()
         self._start_controller()
         checkpoint = resume_point(self.folder, newest_whole=True, world=self.world)
@@ -437,8 +448,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)
 
-    def _one_step(self, state: RunState) -> None:
-        """Make the step after a state."""
+    def _one_step(self) -> None:
+        """Make the next step."""
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
         recorded = self.backend.read(Recording(rollout_path(self.replay, step))) if self.replay is not None else None
@@ -448,8 +459,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 def before_training() -> None:
                     # Once weights have changed, an interrupt waits until the step is written.
                     held.enter_context(self.interrupts.hold())
-                    if self.world.elastic is not None:
-                        self.regrouping.keep(state, rank_backend(self.backend))
 
                 result = self.controller.iterate(
                     step, self.version, recorded, not self.rollout_only, before_training=before_training

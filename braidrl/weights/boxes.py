@@ -50,6 +50,11 @@ class Box:
         offsets = (*self.offsets[:axis], start, *self.offsets[axis + 1 :])
         return replace(self, offsets=offsets, sizes=(*self.sizes[:axis], end - start, *self.sizes[axis + 1 :]))
 
+    def contains(self, other: "Box") -> bool:
+        """Return True if the other block lies in this one."""
+        edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(at <= start and start + size <= at + length for at, length, start, size in edges)
+
     def overlap(self, other: "Box") -> "Box | None":
         """Return the intersection, or None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))

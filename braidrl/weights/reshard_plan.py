@@ -141,7 +141,8 @@ def names_in(text: bytes) -> list[list[str]]:
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
     """Gather the shard index of all ranks; each passes its own parts at the same time."""
     order = list(dict.fromkeys(NUMBER.sub("", name) for name in parts))
-    about = ((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
+    dtypes = {name: str(part.tensor.dtype).removeprefix("torch.") for name, part in parts.items()}
+    about = ((p.names, p.shape, dtypes[name], box) for name, p in parts.items() for box in p.boxes)
     message = bytearray(pack_message((machine, order, describe(about))))
     of_all: list[Any] = [message]
     if ranks.group is not None:

@@ -139,6 +139,8 @@ class WeightPart:
     """The global shape, and the block that a plain (non-DTensor) tensor holds; None for all of it."""
     kept: float = 0.0
     """The weight of the old values when a block is put (EMA decay)."""
+    others: tuple["WeightPart", ...] = ()
+    """Further blocks of the tensor on this rank, such as a copy of another rank's."""
 
     @cached_property
     def box(self) -> Box:
@@ -163,9 +165,15 @@ class WeightPart:
         """Return whether `merged` merges a sharded adapter, so that all its ranks must call it at the same time."""
         return not isinstance(self.tensor, Tensor) and self.tensor.is_sharded
 
+    @property
+    def boxes(self) -> list[Box]:
+        """All blocks of the global tensor on this rank."""
+        return [self.box, *(other.box for other in self.others)]
+
     def block(self, box: Box) -> Tensor:
         """Return a block of the global tensor as a view of this part, which contains it."""
-        return box.of(self.local, self.box)
+        part = next((part for part in (self, *self.others) if part.box.contains(box)), self)
+        return box.of(part.local, part.box)
 
     def renamed(self, name: str, held: Box, shape: torch.Size, box: Box) -> "WeightPart":
         """Return a block of this part as the block `box` of another tensor of a `shape`."""
@@ -178,7 +186,7 @@ class WeightPart:
         same time.
         """
         local = local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
-        return WeightPart(self.names, local, (self.shape, self.box))
+        return WeightPart(self.names, local, (self.shape, self.box), others=self.others)
 
     @torch.no_grad()
     def put(self, block: Tensor, box: Box) -> None:

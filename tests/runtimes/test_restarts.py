@@ -58,6 +58,14 @@ def test_a_lost_process_is_replaced_without_user_action(workshop: Workshop, case
     assert said.count("from memory") == {"streaming": 2, "distributed": 2, "hybrid": 0}[case]
 
 
+def kill_node_of_a_worker(nodes: RayNodes) -> None:
+    """Kill Ray's daemon of a node with a worker, and thereby the node."""
+    worker = next(pid for pid in descendants(nodes.process.pid) if name_of(pid).startswith("ray::HybridWork"))
+    node = psutil.Process(worker).parent()
+    assert node is not None and node.name() == "raylet"
+    node.kill()
+
+
 @pytest.mark.soak
 def test_lost_node_restarts_run_on_remaining_devices(workshop: Workshop) -> None:
     trainer = {"steps": 10, "checkpoint_every": 2, "deterministic": True}
@@ -70,13 +78,34 @@ def test_lost_node_restarts_run_on_remaining_devices(workshop: Workshop) -> None
     with braid("train", config, folder=workshop.folder) as process:
         try:
             wait_for_steps(workshop.folder / "nodes", 4, process)
-            worker = next(pid for pid in descendants(nodes.process.pid) if name_of(pid).startswith("ray::HybridWork"))
-            node = psutil.Process(worker).parent()
-            assert node is not None and node.name() == "raylet"
-            node.kill()
+            kill_node_of_a_worker(nodes)
             _, said = process.communicate(timeout=180)
         finally:
             process.kill()
             nodes.close()
     assert process.returncode == 0 and said.count("starts again by itself") == 1, said
     assert metrics_agree(workshop.folder / "nodes", quiet)
+
+
+@pytest.mark.soak
+def test_a_pool_continues_with_fewer_workers_until_its_node_is_back(workshop: Workshop) -> None:
+    trainer = {"steps": 80, "checkpoint_every": 4, "deterministic": True}
+    sections: dict[str, Any] = {"trackers": [], "dtype": "float64", "runtime": "hybrid", "workers": 2}
+    quiet = workshop.run("quiet-sizes", **{**sections, "runtime": "eager", "trainer": trainer})
+    # No node has room for both workers.
+    nodes = RayNodes(0, 1, 1)
+    sections["cluster"] = {"address": nodes.address}
+    config, folder = workshop.config_file("sizes", **sections, trainer={**trainer, "max_restarts": 1}), "sizes"
+    with braid("train", config, folder=workshop.folder) as process:
+        try:
+            wait_for_steps(workshop.folder / folder, 4, process)
+            kill_node_of_a_worker(nodes)
+            wait_for_steps(workshop.folder / folder, 8, process)
+            nodes.add(1)
+            _, said = process.communicate(timeout=240)
+        finally:
+            process.kill()
+            nodes.close()
+    assert process.returncode == 0, said
+    assert "continues with 1 of 2 workers" in said and "continues with 2 of 2 workers" in said, said
+    assert metrics_agree(workshop.folder / folder, quiet)

@@ -324,10 +324,12 @@ class SimulatedRun:
         self.clock.after(MEET_S, self._meet)
 
     def _meet(self) -> None:
-        """Let the first rank register if all have come."""
+        """Let the first rank register if all have come, and none is still at work with the ranks before."""
         living = {member_name(*rank) for rank in self.living_ranks.items()}
         known = self.ranks.known
-        if living.issuperset(known.members) and all(worker.holder != self.leader for worker in self.workers):
+        trainers = [worker for worker in self.workers if isinstance(worker, Trainer)]
+        is_free = not any(worker.alive or worker.holder == self.leader for worker in trainers)
+        if is_free and living.issuperset(known.members):
             self.join("actor", int(known.members[0].partition(".")[0]), known.number)
 
     def ended(self, trainer: Trainer) -> None:
@@ -336,6 +338,7 @@ class SimulatedRun:
         if trainer in self.workers:
             trainer.alive = False
             self.workers.remove(trainer)
+            self.clock.after(MEET_S, self._meet)
 
     def went_back(self, trainer: Trainer, version: int) -> None:
         """A trainer has gone back to a version."""

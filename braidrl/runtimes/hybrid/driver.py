@@ -29,7 +29,7 @@ from braidrl.data.curricula import curriculum_of
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
-from braidrl.errors import WorkerError, first_line
+from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
@@ -168,12 +168,16 @@ class HybridBackend:
     def begin_again(self) -> bool:
         self.training = []
         try:
-            self.workers.replace_lost()
-        except WorkerError as error:
+            for line in self.workers.replace_lost():
+                self.progress.print(line)
+        except (WorkerError, UserError) as error:
             # The caller reports the loss, and restarts the whole run.
             self.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
             return False
         return True
+
+    def is_awaited(self) -> bool:
+        return self.workers.can_grow()
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the

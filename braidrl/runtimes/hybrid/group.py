@@ -6,8 +6,8 @@ driver ─configuration, number─▶ worker: derives its part ─▶ process gr
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -15,7 +15,7 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.ray_cluster import RayCluster, Reservation
+from braidrl.cluster.ray_cluster import RayCluster, Reservation, room_for
 from braidrl.cluster.watchdog import mute_after
 from braidrl.data.curricula import Units
 from braidrl.data.packing import balanced_partition
@@ -56,6 +56,12 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         self.mesh = Mesh(self.pool.workers)
         self.numbers = range(self.first, self.first + self.mesh.size)
+
+    def resize(self, places: Sequence[Reservation]) -> None:
+        """Continue with another number of workers in other places, after `end`."""
+        self.pool, self.places = replace(self.pool, workers=len(places)), places
+        self.unread.clear()
+        self.__post_init__()
 
     def start(self) -> None:
         """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
@@ -180,7 +186,8 @@ class RunWorkers:
         data. Raises UserError if a worker refuses the configuration or the data, and WorkerError if one fails or sends
         no answer for too long.
         """
-        config, order = self.prepared.config, ray.put(self.order)
+        config = self.prepared.config
+        order = ray.put(replace(self.order, sizes={group.pool.name: group.pool.workers for group in self.groups}))
         for group in fresh:
             group.start()
         joined = wait_all((group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh)
@@ -219,9 +226,31 @@ class RunWorkers:
             group.limit_s = config.cluster.wait_limit_s
         return counts
 
-    def replace_lost(self) -> None:
-        """Restart the groups that lost a worker, and those that do not finish in `cluster.silence_s`: a rank may wait
-        for a failed one.
+    def size_for(self, group: WorkerGroup, nodes: Mapping[str, Mapping[str, float]]) -> int:
+        """Return with how many workers a group can start on these nodes, at most the configured number; 0 for none.
+
+        Pools whose nodes or devices are configured keep their size.
+        """
+        deployment = self.prepared.deployment
+        whole = next(pool for pool in deployment.pools if pool.name == group.pool.name)
+        if whole.nodes is not None or whole.kind is not None:
+            return whole.workers
+        taken = [place for other in self.groups if other is not group for place in other.places]
+        room = room_for(nodes, taken, group.places[0].cpus, group.places[0].gpus)
+        sizes = range(min(whole.workers, room), 0, -1)
+        return next((size for size in sizes if deployment.fits(replace(whole, workers=size))), 0)
+
+    def can_grow(self) -> bool:
+        """Return True if a group that has lost workers with a node can have more again."""
+        whole = {pool.name: pool.workers for pool in self.prepared.deployment.pools}
+        if all(group.pool.workers == whole[group.pool.name] for group in self.groups):
+            return False
+        nodes = self.home.cluster.living_nodes()
+        return any(self.size_for(group, nodes) > group.pool.workers for group in self.groups)
+
+    def replace_lost(self) -> list[str]:
+        """Restart the groups that lost a worker, those that do not finish in `cluster.silence_s`, as a rank may wait
+        for a failed one, and those that can have more workers again; return lines about those of another size.
 
         All others forget their rows. Raises WorkerError if the restart failed.
         """
@@ -230,8 +259,12 @@ class RunWorkers:
         actors, limit_s = [a for group in self.groups for a in group.actors], mute_after(cluster.config.silence_s)
         mute = [actor for actor in actors if cluster.silence(actor) > limit_s]
         dead, silent = cluster.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
-        lost = set(map(id, [*mute, *dead, *silent]))
-        fresh = [group for group in self.groups if lost & set(map(id, group.actors))]
+        lost, nodes = set(map(id, [*mute, *dead, *silent])), cluster.living_nodes()
+        fresh = [
+            group
+            for group in self.groups
+            if lost & set(map(id, group.actors)) or self.size_for(group, nodes) > group.pool.workers
+        ]
         for group in fresh:
             group.end()
         others = [group for group in self.groups if group not in fresh]
@@ -243,7 +276,26 @@ class RunWorkers:
                 group.end()
                 fresh.append(group)
             group.limit_s = cluster.config.wait_limit_s
+        said = list(filter(None, (self._find_places(group) for group in fresh)))
         self.begin(fresh)
+        return said
+
+    def _find_places(self, group: WorkerGroup) -> str:
+        """Give a group places on the nodes that live, unless its own are there; return a line if its size changes.
+
+        Raises WorkerError if the nodes have no room for it.
+        """
+        nodes, before = group.cluster.living_nodes(), group.pool.workers
+        size = self.size_for(group, nodes)
+        if size == 0:
+            raise WorkerError(f"no node that lives has room for {group.pool.name}")
+        if size == before and all(place.node in nodes for place in group.places):
+            return ""
+        group.cluster.release(group.places)
+        (places,) = group.cluster.reserve([replace(group.pool, workers=size)])
+        group.resize(places)
+        whole = next(pool.workers for pool in self.prepared.deployment.pools if pool.name == group.pool.name)
+        return f"{group.pool.name} continues with {size} of {whole} workers" if size != before else ""
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:

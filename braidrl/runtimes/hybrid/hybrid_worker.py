@@ -14,7 +14,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class RunOrder:
     """The run's folder, for files of workers."""
     family: str
     """Prefix of the names of the run's actors; their numbers follow it."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The number of workers of each pool now, which is smaller than the configured one after the loss of a node."""
 
 
 def sign_of(prepared: Prepared) -> int:
@@ -137,7 +139,8 @@ class HybridWorker:
         # Numbers run from pool to pool.
         places = [(pool, rank) for pool in self.prepared.deployment.pools for rank in range(pool.workers)]
         self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
-        self.number, (self.pool, self.rank) = number, places[number]
+        self.number, (pool, self.rank) = number, places[number]
+        self.pool = replace(pool, workers=order.sizes.get(pool.name, pool.workers))
         set_up_torch(config)
         return sign_of(self.prepared)
 

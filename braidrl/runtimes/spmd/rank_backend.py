@@ -69,6 +69,10 @@ class RankBackend:
         self.executor.publish(version)
         self.exchange.version = version
 
+    def is_awaited(self) -> bool:
+        """Return False: ranks take processes in by themselves."""
+        return False
+
     def begin_again(self) -> bool:
         """Return False: there is one process, or all ranks work together."""
         return False

@@ -1,9 +1,9 @@
 """Ranks of a distributed run that are lost and come back: on what state all of them continue.
 
-step 5 done ─▶ step 6: generate, train ── a rank is lost ──▶ new groups ──▶ undo step 6 ─▶ step 6 again, on fewer ranks
+step 5 done ─▶ step 6: generate, train ── a rank is lost ──▶ new groups ──▶ step 5 from memory ─▶ step 6 again
 
-Rows are drawn again by their own numbers, so that the result is that of an undisturbed run. A rank that comes back gets
-its state from the first one. Where no rank holds everything, all ranks load the newest checkpoint instead.
+Rows are drawn again by their own numbers, so that the result is that of an undisturbed run. `replicas.py` has the
+copies in memory. Where a part of the state is on no rank, all ranks load the newest checkpoint instead.
 """
 
 import json
@@ -18,7 +18,7 @@ from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import Rows
 from braidrl.engines.deployment import Deployment
 from braidrl.runtimes.interfaces import Position
-from braidrl.runtimes.replicas import Replica, are_replicated, fit
+from braidrl.runtimes.replicas import Replica, are_copied, are_replicated, fit
 from braidrl.runtimes.saving.checkpoints import RunState, plain_position
 from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.spmd.shard import Shard
@@ -30,50 +30,62 @@ class Regrouping:
     def __init__(self, deployment: Deployment, world: World) -> None:
         self.deployment, self.world = deployment, world
         self.has_replicas = has_replicas(deployment)
+        """True if each rank has all of its state, and so keeps its models and engines."""
+        self.is_copied = are_copied(deployment.roles, deployment)
+        """True if the state of training is copied in memory."""
         self.replica = Replica(world)
-        self.before: RunState | None = None
-        """The state to which the replica can go back."""
-        self.reached: RunState | None = None
-        """The state that this rank has gone back to, until all have; another rank may be lost meanwhile."""
+        self.states: dict[int, RunState] = {}
+        """The states of the run, by step, to which the copies belong."""
         self.is_loading = False
         """True while the newest checkpoint is loaded: the tensors belong to no step."""
         self.members = world.members
         """The members whose ranks are the owners of the rows in a state."""
 
     def keep(self, state: RunState, backend: RankBackend) -> None:
-        """Copy what the training of a step is going to change, once for each step."""
-        if self.world.elastic is not None and self.has_replicas:
+        """Copy what the next step is going to change, once for each step. All members call this together."""
+        if self.is_copied:
+            self.states[state.step] = state
             self.replica.keep(state.step, backend.executor)
-            self.before = state
+            self.states = {step: self.states[step] for step in self.replica.copies}
+
+    def hold(self, state: RunState | None, backend: RankBackend | None) -> None:
+        """Copy the state after this rank's last whole step, unless it has copies, and leave the groups of the ranks."""
+        if state is not None and backend is not None and self.is_copied and not self.is_loading:
+            self.replica.hold(state.step, backend.executor)
+            self.states.setdefault(state.step, state)
+        self.replica.leave()
 
     def fits(self) -> bool:
         """Return True if the present number of ranks can hold the roles."""
         return self.has_replicas or fit(self.deployment.roles, self.deployment, self.world.size)
 
-    def settle(self, done: RunState | None, backend: RankBackend | None) -> RunState | None:
-        """Return the state from which all members continue, and take their tensors to it; None if no rank has it.
+    def agreed(self, is_new: bool) -> RunState | None:
+        """Return the newest state that all members know, except new processes; None if there is none.
 
-        `done` is the state after this rank's last whole step, or None in a new process. All members call this.
+        All members call this together.
         """
-        done = self.reached or done
-        steps = self.world.gather("the last whole steps", done and done.step)
-        step = min(number for number in steps if number is not None)
-        state = next((known for known in (self.before, done) if known is not None and known.step == step), None)
-        state = self._with_new_owners(state) if state is not None else None
-        able = self.has_replicas and not self.is_loading and (state is not None or done is None)
-        self.members, self.before = self.world.members, None
-        if not all(self.world.gather("ranks that can go back", able)) or backend is None:
-            self.replica.undo = None
+        known = {step: state for step in self.replica.copies if (state := self._with_new_owners(self.states[step]))}
+        steps = self.world.gather("steps in memory", None if is_new else sorted(known), list[int] | None)
+        of_members = [set(of_rank) for of_rank in steps if of_rank is not None]
+        common = set.intersection(*of_members) if of_members else set()
+        if not common:
             return None
-        self.replica.go_back(step, backend.executor)
-        self.reached = self.before = state
-        backend.regroup()
-        if None in steps:
-            sender = next(rank for rank, number in enumerate(steps) if number is not None)
-            is_new = state is None
-            state = self._shared(state, sender)
-            self.replica.share(backend.executor, sender, is_new)
-        return state
+        state = known.get(max(common))
+        sender = next(rank for rank, of_rank in enumerate(steps) if of_rank is not None)
+        return self._shared(state, sender) if None in steps else state
+
+    def load_instead(self) -> None:
+        """Forget the copies, and that this rank's tensors belong to a step: a checkpoint is loaded in their place."""
+        self.replica.copies.clear()
+        self.states.clear()
+        self.is_loading = True
+
+    def end(self, state: RunState, backend: RankBackend) -> None:
+        """Copy the state to which all members have come for the present ranks, in place of what they came from."""
+        if self.is_copied:
+            self.replica.copy_again(state.step, backend.executor)
+        self.states = {state.step: state}
+        self.members, self.is_loading = self.world.members, False
 
     def _with_new_owners(self, state: RunState) -> RunState | None:
         """Return a state whose waiting rows are on the present ranks; None if some were on a lost one."""

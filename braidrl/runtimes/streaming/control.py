@@ -128,6 +128,8 @@ class ControlPlane(QueueController):
         """Tasks of workers that have not registered yet, before all other work."""
         self.first_orders: dict[int, str] = {}
         """The groups that are ready for rows after these orders."""
+        self.lost_state = ""
+        """Why trainers could not go back to the published version; empty if they could."""
         self.refused: UserError | WorkerError | None = None
         """The user's error that ends the run: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
@@ -310,7 +312,10 @@ class ControlPlane(QueueController):
     def _ordered(self, request: OrderDone, frames: Sequence[Frame]) -> None:
         """Record the result of an order."""
         if (group := self.first_orders.pop(request.number, None)) is not None:
-            self.unloaded -= {group}
+            if request.trouble:
+                self.lost_state = request.trouble
+            else:
+                self.unloaded -= {group}
             return
         rows = None
         if request.payload is not None:
@@ -390,6 +395,7 @@ class ControlPlane(QueueController):
         still load were lost with the trainers.
         """
         with self.changed:
+            self.lost_state = ""
             if self.training.schedule.progress.published != version or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
@@ -537,7 +543,14 @@ class ControlPlane(QueueController):
             exported = iteration if is_last and stage.role in self.exported else None
             outdated, self.outdated = self.outdated, []
             self.stepping.add(stage.name)
-            return Step(stage=stage.name, iteration=iteration, export=exported, outdated=outdated, weights=weights)
+            return Step(
+                stage=stage.name,
+                iteration=iteration,
+                export=exported,
+                is_last=is_last,
+                outdated=outdated,
+                weights=weights,
+            )
         return None
 
     def _is_allowed(self, iteration: int) -> bool:

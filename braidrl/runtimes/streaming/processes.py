@@ -42,7 +42,7 @@ from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
-from braidrl.runtimes.replicas import are_replicated, fit
+from braidrl.runtimes.replicas import are_copied, are_replicated, fit
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import DEATHS_OF_ROW, ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
@@ -125,6 +125,8 @@ class Processes:
         """The ranks of each trained role, by group, if they may change."""
         self.has_replicas = are_replicated(deployment.flow.changed_roles, deployment)
         """True if each rank of a trained role holds all of its state."""
+        self.is_copied = are_copied(deployment.flow.changed_roles, deployment)
+        """True if ranks have copies of a trained role's state in memory."""
         self.settled: dict[str, set[str]] = {}
         """By group, the ranks that hold the state of the published version, or can go back to it."""
         self._store: dist.TCPStore | None = None
@@ -165,6 +167,10 @@ class Processes:
         for leaving in [one for one in self.leaving if not one[0].process.alive or time.monotonic() > one[1]]:
             leaving[0].process.close(0.0)
             self.leaving.remove(leaving)
+        if said := self.control.lost_state:
+            error = LostProcess(f"{said}; go on from the last checkpoint")
+            error.is_counted = True
+            raise error
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in [one for one in self.members if group in (None, one.group.name)]:
@@ -245,11 +251,11 @@ class Processes:
         self.continue_from_memory()
 
     def _remember(self) -> bool:
-        """Return True if a rank of each trained role holds the state of the published version, or can go back to it."""
+        """Return True if a rank of each trained role holds the state of the published version, or a part of it."""
         self._note_settled()
         living = {(member.group.name, member.name) for member in self.members if member.process.alive}
         return (
-            self.has_replicas
+            self.is_copied
             and bool(self.trained)
             and self.control.weights.outlive_trainers
             and all(any((name, member) in living for member in self.settled[name]) for name in self.trained)
@@ -498,8 +504,9 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
             with closing(made.executor), closing(Client(made.queue, made.leader, data, True)) as client:
                 run_together(made.executor.engines, GenerateLoop(made, client).serve)
             return
-        has_replicas = are_replicated([str(group.role)], prepared.deployment)
-        with closing(Rank(world, context, has_replicas)) as rank:
+        role = [str(group.role)]
+        how = are_replicated(role, prepared.deployment), are_copied(role, prepared.deployment)
+        with closing(Rank(world, context, *how)) as rank:
             rank.serve()
         world.close()
 

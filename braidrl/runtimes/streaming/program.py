@@ -154,7 +154,7 @@ class StreamingController:
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
         # At once: trainers have hardly begun the next batch.
-        if self.processes.has_replicas and self.processes.waiting():
+        if self.processes.is_copied and self.processes.waiting():
             self.processes.continue_from_memory()
         result = self._result(finished)
         for name, value in self.loader.measure(iteration, result.generated).items():
@@ -208,7 +208,7 @@ class StreamingController:
 
     def is_awaited(self) -> bool:
         """Return True if lost trainers are back and get their state from a checkpoint."""
-        return not self.processes.has_replicas and self.processes.waiting()
+        return not self.processes.is_copied and self.processes.waiting()
 
     def begin_again(self, version: int) -> Restart:
         """Let the ranks of all trained roles meet anew. Rows are kept if the checkpoint is of the last published

@@ -18,7 +18,7 @@ from braidrl.cluster.world import World
 from braidrl.errors import LostPeers
 from braidrl.queue.client import Client
 from braidrl.rewards.verify import RuleRewards
-from braidrl.runtimes.replicas import free_groups
+from braidrl.runtimes.replicas import Replica, free_groups
 from braidrl.runtimes.streaming.worker import StageLoop, TrainerState, WorkerContext
 
 NOTICE_LIMIT_S = 120.0
@@ -35,9 +35,10 @@ def leader_of(group: str, membership: Membership) -> str:
 class Rank:
     """A rank of a group, from its start to the end of the run."""
 
-    def __init__(self, world: World, make: MakeContext, has_replicas: bool) -> None:
+    def __init__(self, world: World, make: MakeContext, has_replicas: bool, is_copied: bool) -> None:
         """Load the models, unless they depend on ranks that this process does not know yet."""
-        self.world, self.make, self.has_replicas = world, make, has_replicas
+        self.world, self.make, self.has_replicas, self.is_copied = world, make, has_replicas, is_copied
+        self.replica = Replica(world)
         self.rewards: RuleRewards | None = None
         self.context: WorkerContext | None = None
         self.state: TrainerState | None = None
@@ -64,11 +65,12 @@ class Rank:
     def _meet(self, error: LostPeers | None) -> None:
         """Join the present ranks."""
         start = time.time()
+        self.replica.leave()
         if not self.has_replicas:
             self._unload(error)
         self.world.regroup(error)
         if self.context is None:
-            self._load()
+            self._load(is_again=True)
         assert self.state is not None
         self.state.changed_at = start
 
@@ -81,11 +83,13 @@ class Rank:
         client = Client(context.queue, context.leader, context.data) if world.first else None
         return StageLoop(context, world, client, self.state)
 
-    def _load(self) -> None:
+    def _load(self, is_again: bool = False) -> None:
+        """Load the models, for the first time or again for other ranks."""
         self.context = self.make(self.rewards)
         self.rewards = None
-        self.state = TrainerState(self.world, self.context.executor, self.has_replicas)
-        self.state.is_new = self.comes
+        self.state = TrainerState(self.world, self.context.executor, self.replica, self.is_copied)
+        self.state.copies_early = not self.has_replicas
+        self.state.is_new = self.comes or is_again
 
     def _unload(self, error: LostPeers | None) -> None:
         """Free the models, with their process groups; verifiers stay."""

@@ -67,6 +67,8 @@ class Step(Lost, kw_only=True):
     iteration: int
     export: int | None = None
     """The version to publish after it."""
+    is_last: bool = False
+    """True for the role's last step of the iteration."""
     outdated: Sequence[int] = ()
     """Numbers of versions that are not needed any more."""
     weights: WeightLocation | None = None
@@ -123,7 +125,7 @@ class LoadCheckpoint(Message):
 
 
 class GoBack(Message):
-    """Go back to the weights of a version, and give them to ranks that lack them; publish them with `export`."""
+    """Go back to the state of a version, and give it to ranks that lack it; publish the weights with `export`."""
 
     version: int
     export: bool
@@ -215,7 +217,7 @@ class OrderDone(QueueRequest):
     payload: Sequence[TablePiece] | None = None
     """The locations of made rows."""
     trouble: str = ""
-    """Why a file could not be written."""
+    """Why a file could not be written, or a state not restored."""
 
 
 WorkerRequest = (

@@ -91,35 +91,52 @@ class WorkerContext:
 class TrainerState:
     """The state of the trained role on this rank, over all memberships of its ranks."""
 
-    def __init__(self, world: World, executor: StageExecutor, has_replicas: bool) -> None:
-        self.world, self.executor, self.has_replicas = world, executor, has_replicas
-        self.replica = Replica(world)
+    def __init__(self, world: World, executor: StageExecutor, replica: Replica, is_copied: bool) -> None:
+        self.world, self.executor, self.replica = world, executor, replica
+        self.is_copied = is_copied and world.elastic is not None
+        """True if its state is copied in memory."""
         self.is_new = False
-        """True in a process that has come to the others, until it has their state."""
+        """True while the models have no state of the run: in a process that has come to the others, and where models
+        are made anew for the present ranks.
+        """
+        self.copies_early = False
+        """True if a version is copied as soon as it is made: a rank that is lost may have parts of it alone."""
         self.changed_at: float | None = None
         """The time at which the ranks began to meet anew, until they have gone back."""
 
     def keep(self, version: int) -> None:
-        """Copy what the training after a version is going to change, before it begins."""
-        if self.has_replicas:
+        """Copy what the training after a published version is going to change, before it begins."""
+        if self.is_copied:
             self.replica.keep(version, self.executor)
 
-    def go_back(self, version: int) -> None:
-        """Undo the training after a version, and give its state to new ranks. All ranks call this together."""
-        if not self.is_new:
-            self.replica.go_back(version, self.executor)
-        new = self.world.gather("ranks without a state", self.is_new)
-        if any(new):
-            self.replica.share(self.executor, new.index(False), self.is_new)
-        self.is_new = False
-        self.executor.regroup()
+    def keep_early(self, version: int) -> None:
+        """Copy a version that is made and not published, beside the one before."""
+        if self.is_copied and self.copies_early:
+            self.replica.keep(version, self.executor, retains=True)
+
+    def go_back(self, version: int) -> bool:
+        """Undo the training after a version, and give its state to models without; return False if a part of it is on
+        no rank. All ranks call this together.
+        """
+        # A role that was not trained since has its copies under an earlier version.
+        known = [step for step in self.replica.copies if step <= version] if self.copies_early else []
+        is_whole = self.replica.restore(max(known, default=version), self.executor, not self.is_new)
+        if is_whole:
+            self.executor.regroup()
+        if is_whole and self.copies_early:
+            self.replica.copy_again(version, self.executor)
+        else:
+            self.replica.copies.clear()
+        self.is_new = self.is_new and not is_whole
         # The leader reports this for all.
-        self.world.gather("ranks that have gone back", None)
+        self.world.meet("ranks that have gone back")
+        return is_whole
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint in place of any state. All ranks call this together."""
         self.executor.load(folder)
-        self.replica.undo, self.is_new = None, False
+        self.replica.copies.clear()
+        self.is_new = False
 
 
 class StageLoop:
@@ -300,6 +317,8 @@ class StageLoop:
                 # They are freed after the leader reports the step: by then every rank has them.
                 self.world.gather("weights of another role", b"")
             report = span.report()
+        if work.is_last:
+            self.state.keep_early(work.iteration)
         if self.client is not None:
             self.client.ask(Stepped(stage.name, report))
         if self.versions is not None:
@@ -312,7 +331,7 @@ class StageLoop:
 
     def _obey(self, order: Order) -> None:
         """Save or load a checkpoint, or start to write one, with all ranks; the leader reports the result."""
-        executor, writes = self.context.executor, self.world.first
+        executor, writes, trouble = self.context.executor, self.world.first, ""
         match order.task:
             case LoadCheckpoint(folder, version):
                 self.exports.wait()
@@ -323,12 +342,14 @@ class StageLoop:
                     self.exports.wait()
                     self.world.gather("weights are there", b"")
             case GoBack(version, export):
-                self.state.go_back(version)
+                is_whole = self.state.go_back(version)
+                if not is_whole:
+                    trouble = f"a part of {self.role}'s state was on the lost ranks alone"
+                elif export:
+                    self._begin_export(version)
                 if (start := self.state.changed_at) is not None:
                     trace, ranks = self.context.trace, f"{self.world.size} ranks"
                     trace.record(Span(trace.worker, "ranks", ranks, version + 1, start, time.time()))
-                if export:
-                    self._begin_export(version)
             case Save(folder, copy=True):
                 self.writing.begin(executor.save(folder, writes, copy=True))
             case Save(folder):
@@ -340,7 +361,7 @@ class StageLoop:
             case MakeRows() | WriteRows():
                 raise ValueError("rows are made and written by the rows process")
         if self.client is not None:
-            self.client.ask(OrderDone(order.number))
+            self.client.ask(OrderDone(order.number, trouble=trouble))
 
     def _begin_export(self, version: int) -> None:
         """Start to publish this version with the other ranks, while the next rows are trained on."""

@@ -70,8 +70,10 @@ from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles, block_in, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import HubNames, ModelFiles
-from braidrl.weights.shards import WeightPart, full_parts, local_shard, shapes_of, storages, weight_parts
+from braidrl.weights.shards import WeightPart, box_of, full_parts, local_shard, shapes_of, storages, weight_parts
 
+OPTIMIZER_STATE = f"{checkpoint.OPTIMIZER}."
+"""What the names of the optimizer's state among changing tensors begin with."""
 FAST_LAYERS = {"cpu": compile_layers, "cuda": use_kernels}
 """Functions that switch a model to faster kernels, by device type."""
 
@@ -502,22 +504,46 @@ class RoleWorker(ShardedBackend):
             (folder / name).write_bytes(content)
         (folder / checkpoint.DIGESTS).write_text(json.dumps(digests))
 
-    def changing_tensors(self) -> dict[str, Tensor]:
-        """Return, by name, all tensors of this rank that training changes: weights, and the optimizer's state."""
+    def changing_parts(self) -> dict[str, WeightPart]:
+        """Return, by name, this rank's parts of all tensors that training changes: weights, and the optimizer's
+        state.
+        """
+        self.ranks.reshard(self.model)
         weights = dict(self.model.named_parameters()) if self.lora else self.model.state_dict(keep_vars=True)
-        found = {f"model.{n}": t.detach() for n, t in (lora.adapters_of(weights) if self.lora else weights).items()}
-        state = self.optimizer.state() if self.optimizer is not None else {}
-        return found | {f"{checkpoint.OPTIMIZER}.{name}": tensor.detach() for name, tensor in state.items()}
+        tensors = {f"model.{name}": t for name, t in (lora.adapters_of(weights) if self.lora else weights).items()}
+        state = checkpoint.divided_state(self.optimizer) if self.optimizer is not None else {}
+        tensors |= {OPTIMIZER_STATE + name: tensor for name, tensor in state.items()}
+        return {name: WeightPart([name], tensor.detach()) for name, tensor in tensors.items()}
+
+    def empty_parts(self, known: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+        """Return uninitialised host memory for this rank's parts of `known` tensors, which other layouts changed.
+
+        Raises LookupError if state of this rank's parameters is missing.
+        """
+        owners = {name: part for name, part in self.changing_parts().items() if name.startswith("model.")}
+        if self.optimizer is not None:
+            prefix = OPTIMIZER_STATE
+            state = {name.removeprefix(prefix): p.tensor for name, p in known.items() if name.startswith(prefix)}
+            shapes = {key: tensor.shape for key, tensor in state.items()}
+            for key in checkpoint.own_keys(self.optimizer, len(self.shapes), shapes):
+                parameter = checkpoint.owner(self.optimizer, key, state[key])
+                box = (parameter.shape, box_of(parameter))
+                owners[prefix + key] = WeightPart([prefix + key], state[key], box)
+        return {
+            name: WeightPart([name], torch.empty(part.box.sizes, dtype=part.tensor.dtype), (part.shape, part.box))
+            for name, part in owners.items()
+        }
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore `changing_tensors`; gradients are dropped."""
-        for name, tensor in self.changing_tensors().items():
+    def restore(self, parts: Mapping[str, WeightPart]) -> None:
+        """Restore `changing_parts`; gradients are dropped."""
+        for name, part in self.changing_parts().items():
             if name.startswith("model."):
-                tensor.copy_(tensors[name])
+                part.local.copy_(parts[name].local)
         if self.optimizer is not None:
-            prefix = f"{checkpoint.OPTIMIZER}."
-            self.optimizer.load_state({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            prefix = OPTIMIZER_STATE
+            state = {name.removeprefix(prefix): p.local for name, p in parts.items() if name.startswith(prefix)}
+            self.optimizer.load_state(state)
         self._forget_past()
 
     def _forget_past(self) -> None:

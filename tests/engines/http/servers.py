@@ -97,8 +97,9 @@ class VllmServer:
             raise
 
     def close(self) -> None:
-        """End the server and its child processes."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        """End the server and its child processes, if they have not ended themselves."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _wait(self, end: float) -> None:

@@ -31,7 +31,8 @@ cluster = Cluster()
 for cpus in sys.argv[1:]:
     cluster.add_node(num_cpus=int(cpus), object_store_memory=80 << 20, include_dashboard=False)
 print(cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    cluster.add_node(num_cpus=int(line), object_store_memory=80 << 20)
 cluster.shutdown()
 """
 
@@ -68,6 +69,12 @@ class RayNodes:
             except psutil.NoSuchProcess:
                 continue
         return found
+
+    def add(self, cpus: int) -> None:
+        """Start another node, soon."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{cpus}\n")
+        self.process.stdin.flush()
 
     def close(self) -> None:
         self.process.communicate(timeout=60)
