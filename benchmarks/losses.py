@@ -2,11 +2,14 @@
 writes benchmarks/results/losses.json.
 
 memory       the other ranks undo the step and make it again            data parallelism, trainer.max_restarts
-checkpoint   the other ranks load the newest checkpoint, in place       shard=full, trainer.max_restarts
+shards       the other ranks make their models anew, with the shards    shard=full, trainer.max_restarts
+             of the copies in their memory
+checkpoint   one rank is left, and loads the newest checkpoint          shard=full, trainer.max_restarts
 restart      all processes start again by `braid train --resume`        what a run without trainer.max_restarts needs
 
-A rank is killed by SIGKILL in the middle of a run of three ranks on this machine's CPUs; the clock runs until the next
-step's line is in `metrics.jsonl`. The step itself is part of the time. Under streaming the ranks are the actor's.
+A rank is killed by SIGKILL in the middle of a run of three ranks on this machine's CPUs, for `checkpoint` two at once;
+the clock runs until the next step's line is in `metrics.jsonl`. The step itself is part of the time. Under streaming
+the ranks are the actor's.
 """
 
 from __future__ import annotations
@@ -30,27 +33,32 @@ from tests.tiny import Workshop, braid, sums, wait_for_steps, write_jsonl, write
 RANKS, LOOK_S, LIMIT_S = 3, 0.01, 120.0
 RESULT = Path("benchmarks/results/losses.json")
 RUNTIMES: dict[str, tuple[dict[str, Any], str]] = {
-    # Settings, and the name of the last rank's process.
-    "distributed": ({"workers": RANKS}, f"rank {RANKS - 1}"),
-    "streaming": ({"streaming": {"workers": {"actor": RANKS}}}, f"actor-{RANKS - 1}"),
+    # Settings, and what the names of the ranks' processes begin with.
+    "distributed": ({"workers": RANKS}, "rank "),
+    "streaming": ({"streaming": {"workers": {"actor": RANKS}}}, "actor-"),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "memory": {"max_restarts": 1},
-    "checkpoint": {"max_restarts": 1, "layout": {"shard": "full"}},
+    "shards": {"max_restarts": 1, "layout": {"shard": "full"}},
+    "checkpoint": {"max_restarts": 2, "layout": {"shard": "full"}},
     "restart": {},
 }
+LOST = {"checkpoint": (1, 2)}
+"""The ranks that are killed, if not the last one alone."""
 
 
 def seconds_to_next_step(shop: Workshop, runtime: str, way: str) -> tuple[float, float]:
     """Return the seconds from a rank's death to the next step's line, and those of an undisturbed step."""
-    name, (settings, victim) = f"{runtime}-{way}-{time.time_ns()}", RUNTIMES[runtime]
+    name, (settings, process_name) = f"{runtime}-{way}-{time.time_ns()}", RUNTIMES[runtime]
     trainer = {"steps": 12, "checkpoint_every": 1, "prompts_per_step": 6, **WAYS[way]}
     config = shop.config_file(name, runtime=runtime, **settings, trackers=[], trainer=trainer)
     with braid("train", config, folder=shop.folder) as process:
         wait_for_steps(shop.folder / name, 4, process)
         made = len(read_metrics(shop.folder / name))
         start = time.monotonic()
-        os.kill(next(pid for pid in descendants(process.pid) if name_of(pid) == victim), signal.SIGKILL)
+        victims = [f"{process_name}{rank}" for rank in LOST.get(way, (RANKS - 1,))]
+        for pid in [pid for pid in descendants(process.pid) if name_of(pid) in victims]:
+            os.kill(pid, signal.SIGKILL)
         if way == "restart":
             process.communicate(timeout=LIMIT_S)
             process = braid("train", "--resume", shop.folder / name, folder=shop.folder)

@@ -225,10 +225,10 @@ class TrainerConfig(Section):
     """
     max_restarts: int = Field(0, ge=0, le=MOST_ROWS)
     """Number of automatic restarts within an hour after the loss of an essential process: a rank, a trainer, or a
-    worker under hybrid. Under distributed and streaming the other ranks continue, from memory if each has all weights
-    of the role, and the lost one comes back. Else the newest whole checkpoint is loaded: under streaming only by
-    trainers, and rows in the queue stay if it has the last published version; under hybrid the worker's pool restarts.
-    A process that fails with its own error is not restarted.
+    worker under hybrid. Under distributed and streaming the other ranks continue from copies in their memory, and the
+    lost one comes back. If a part of the state is on no rank, the newest whole checkpoint is loaded: under streaming
+    only by trainers, and rows in the queue stay if it has the last published version; under hybrid the worker's pool
+    restarts. A process that fails with its own error is not restarted.
     """
     deterministic: bool = False
     """Use only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""

@@ -367,8 +367,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _settle(self, is_new: bool) -> None:
         """Continue after the newest step whose state is in the memory of the ranks, else from a checkpoint."""
-        settled, source = self.regrouping.agreed(is_new), "memory"
-        if settled is not None and self._restored(settled.step, is_new):
+        settled, source = self._restored(is_new), "memory"
+        if settled is not None:
             self.step, self.version = settled.step, settled.version
             self.controller.restore(settled.position)
             self.backend.publish(settled.version)
@@ -381,14 +381,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         ranks = "1 rank continues" if self.world.size == 1 else f"{self.world.size} ranks continue"
         self.progress.print(f"{ranks} after step {self.step}, from {source}")
 
-    def _restored(self, step: int, is_new: bool) -> bool:
-        """Take the models of all ranks to a step whose state is in memory; return False if a part of it is lost."""
-        has_state = self.backend is not None and not is_new
-        if self.backend is None:
+    def _restored(self, is_new: bool) -> RunState | None:
+        """Take the models of all ranks to the newest state of which no part is lost; return None if there is none."""
+        state, has_state = self.regrouping.agreed(is_new), self.backend is not None and not is_new
+        if state is not None and self.backend is None:
             self._start_controller()
-        else:
+        elif state is not None:
             rank_backend(self.backend).regroup()
-        return self.regrouping.replica.restore(step, rank_backend(self.backend).executor, has_state)
+        while state is not None:
+            if self.regrouping.replica.restore(state.step, rank_backend(self.backend).executor, has_state):
+                return state
+            # A rank was lost while it copied this one to others.
+            state = self.regrouping.agreed(is_new, before=state.step)
+        return None
 
     def _drop_backend(self, error: BaseException | None = None) -> None:
         """Free the backend, with its process groups, which the frames of an error may hold."""

@@ -249,9 +249,12 @@ class SimulatedRun:
         self.workers.append(kind(self, group, number, starts))
 
     def remove(self, worker: Worker) -> None:
-        """End a worker without a replacement."""
+        """End a worker without a replacement, unless it is the last one of its group."""
         if worker in self.workers:
             worker.alive, self.touched = False, True
+            if all(other is worker or other.group != worker.group for other in self.workers):
+                self._replace(worker)
+                return
             self.workers.remove(worker)
             self.control.fail(worker.holder, died=False)
             self.control.change(lambda: None)

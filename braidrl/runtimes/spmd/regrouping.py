@@ -7,6 +7,7 @@ copies in memory. Where a part of the state is on no rank, all ranks load the ne
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,12 +60,14 @@ class Regrouping:
         """Return True if the present number of ranks can hold the roles."""
         return self.has_replicas or fit(self.deployment.roles, self.deployment, self.world.size)
 
-    def agreed(self, is_new: bool) -> RunState | None:
-        """Return the newest state that all members know, except new processes; None if there is none.
+    def agreed(self, is_new: bool, before: float = math.inf) -> RunState | None:
+        """Return the newest state, of the steps before one, that all members know, except new processes; None if there
+        is none.
 
         All members call this together.
         """
-        known = {step: state for step in self.replica.copies if (state := self._with_new_owners(self.states[step]))}
+        steps_here = [step for step in self.replica.copies if step < before]
+        known = {step: state for step in steps_here if (state := self._with_new_owners(self.states[step]))}
         steps = self.world.gather("steps in memory", None if is_new else sorted(known), list[int] | None)
         of_members = [set(of_rank) for of_rank in steps if of_rank is not None]
         common = set.intersection(*of_members) if of_members else set()

@@ -523,7 +523,7 @@ class RoleWorker(ShardedBackend):
         owners = {name: part for name, part in self.changing_parts().items() if name.startswith("model.")}
         if self.optimizer is not None:
             prefix = OPTIMIZER_STATE
-            state = {name.removeprefix(prefix): p.tensor for name, p in known.items() if name.startswith(prefix)}
+            state = {name.removeprefix(prefix): p.local for name, p in known.items() if name.startswith(prefix)}
             shapes = {key: tensor.shape for key, tensor in state.items()}
             for key in checkpoint.own_keys(self.optimizer, len(self.shapes), shapes):
                 parameter = checkpoint.owner(self.optimizer, key, state[key])
