@@ -126,7 +126,8 @@ def join_group(
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
     assert dist.group.WORLD is not None
     if is_lazy:
-        # Gloo gives the wait for a first connection no limit, so those of messages are opened while all are here.
+        # Gloo waits for a first connection up to five times as long as for data, so those of messages are opened while
+        # all are here.
         Peers(dist.group.WORLD).all_gather(b"", 0)
     return dist.group.WORLD
 

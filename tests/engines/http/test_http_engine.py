@@ -37,6 +37,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.weights.file import stored_weights
 from braidrl.weights.publisher import ModelWeights
+from tests.engines.http import servers
 from tests.engines.http.servers import STOCK, SglangSpeaker, VllmServer, in_a_thread
 from tests.engines.served import (
     LIMIT,
@@ -481,3 +482,9 @@ def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: 
     assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
     stored.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_has_died_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(servers, "FORKED", "raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="did not start; its exit status is 3"):
+        VllmServer(tmp_path)
