@@ -230,6 +230,8 @@ class ControlPlane(QueueController):
 
     def _next_work(self, holder: WorkerHolder, request: TakeWork) -> tuple[Lost, Sequence[Frame]] | None:
         """Return an order, weights to receive or load, a step, or rows; None if a worker can do nothing now."""
+        if self.lost_state and holder.group in self.unloaded:
+            return None  # it has no state that it could save
         if holder.orders:
             return holder.orders.popleft()
         version = self.loading.version_of(holder.name)
