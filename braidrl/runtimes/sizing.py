@@ -144,7 +144,8 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     if not mode.placed:
         # Ranks that come later have no share of a file that is still being read.
         opens = not mode.concurrent and world.elastic is None
-        prepared = with_data(prepared, ranks=world, opens=opens)
+        # A process that waits to become a rank reads the data alone.
+        prepared = with_data(prepared, ranks=World() if world.is_waiting else world, opens=opens)
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this
     # process.
     free = not mode.placed and not (mode.concurrent and train)
