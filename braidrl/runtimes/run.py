@@ -232,13 +232,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                             self._save(snapshot, wait=True)
                             break
                         self.checkpoints.wait(block=False)
-                        if self.world.elastic is not None:
-                            self.regrouping.keep(snapshot, rank_backend(self.backend))
                         if self._take_in(snapshot):
                             continue
                         for line in settle(self.prepared, self.world):
                             self.progress.print(line)
-                        self._one_step()
+                        self._one_step(snapshot)
                     except LostPeers as error:
                         if self.world.elastic is None:
                             raise
@@ -458,8 +456,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)
 
-    def _one_step(self) -> None:
-        """Make the next step."""
+    def _one_step(self, state: RunState) -> None:
+        """Make the step after a state."""
+        if self.world.elastic is not None:
+            self.regrouping.keep(state, rank_backend(self.backend))
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
         recorded = self.backend.read(Recording(rollout_path(self.replay, step))) if self.replay is not None else None
