@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from braidrl.config.section import (
     MOST_PIXELS,
@@ -41,6 +41,15 @@ class SourceConfig(Section):
     """A .jsonl, .json or .parquet file, a folder of such files, or a data set of the hub, `ORG/SET` or
     `ORG/SET@revision`.
     """
+
+    @field_validator("path")
+    @classmethod
+    def _may_be_read_again(cls, path: Path) -> Path:
+        # Refused before torch is loaded, which takes seconds.
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError("pipes and devices are not read; write the contents to a file, and give that")
+        return path
+
     subset: str | None = None
     """Subset of a folder or a data set of the hub."""
     split: str | None = None

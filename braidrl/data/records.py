@@ -44,8 +44,6 @@ def check_source(source: SourceConfig) -> None:
             f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl, .json or .parquet file, or a "
             "folder of them"
         )
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path} is a pipe or a device; write its contents to a file, and give that")
     if not path.is_file():
         where = "" if path.is_absolute() else f", neither beside the configuration nor in {Path.cwd()}"
         raise UserError(
