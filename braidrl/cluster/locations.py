@@ -4,15 +4,19 @@ rank ──datagram each second──▶ speaker, a rank of the machine ──if
      ◀──newest membership──────                               ◀──newest membership──
 
 The speaker has bound an address of the run, which the kernel frees when its process ends: then another rank binds it.
+Any user of the machine can send to these addresses; the kernel tells whose a message is, and others' are not read.
 After a failure each rank writes its own location, so that a frozen speaker hides no other rank.
 """
 
 import errno
+import os
 import select
 import socket
+import struct
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -21,6 +25,8 @@ from braidrl.cluster.process_groups import count_at, has_message, message_at, pu
 from braidrl.data.messages import pack_message, unpack_message
 
 MOST_BYTES = 1 << 16
+CREDENTIALS = struct.Struct("3i")
+"""A sender's process, user and group, as the kernel knows them."""
 
 
 class Location(NamedTuple):
@@ -43,6 +49,7 @@ class Locations:
         self._socket, self._speaker = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
         for one in (self._socket, self._speaker):
             one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     def close(self) -> None:
         self._socket.close()
@@ -57,13 +64,14 @@ class Locations:
         sockets = [self._socket, self._speaker] if self.speaks else [self._socket]
         while (left := end - time.monotonic()) > 0:
             for ready in select.select(sockets, [], [], left)[0]:
-                message, sender = ready.recvfrom(MOST_BYTES)
-                if ready is self._socket:
-                    known = unpack_message(message, int)
-                    continue
-                location = unpack_message(message, Location)
-                self._heard[location.rank] = location
-                self._listeners.add(sender)
+                with suppress(ValueError, BlockingIOError):
+                    message, sender = received(ready)
+                    if ready is self._socket:
+                        known = unpack_message(message, int)
+                        continue
+                    location = unpack_message(message, Location)
+                    self._heard[location.rank] = location
+                    self._listeners.add(sender)
         if not self.speaks:
             return known
         if self._heard != self._sent:
@@ -100,6 +108,15 @@ class Locations:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         return True
+
+
+def received(ready: socket.socket) -> tuple[bytes, bytes]:
+    """Return a datagram and its sender's address. Raises ValueError for one of another user."""
+    message, about, _, sender = ready.recvmsg(MOST_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
+    users = [CREDENTIALS.unpack(data)[1] for _, kind, data in about if kind == socket.SCM_CREDENTIALS]
+    if users != [os.getuid()]:
+        raise ValueError("a message of another user")
+    return message, sender
 
 
 def write(store: dist.Store, locations: list[Location], number: int = 0) -> int:

@@ -1,12 +1,15 @@
 """The ranks of a machine leave their locations in the store together."""
 
+import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
+from braidrl.cluster import locations
 from braidrl.cluster.locations import Location, Locations, known_locations, write
+from braidrl.data.messages import pack_message
 
 SECONDS = 0.2
 
@@ -65,3 +68,19 @@ def test_a_rank_that_writes_itself_is_known_though_the_speaker_is_frozen(ranks: 
     a_second_of({0: ranks[0]}, 1)
     write(ranks[1].store, [Location(1, 4, "a sum")])
     assert known_locations(ranks[0].store) == {0: Location(0, 1, "place 1"), 1: Location(1, 4, "a sum")}
+
+
+def test_messages_of_others_and_broken_ones_are_not_read(
+    ranks: list[Locations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = dict(enumerate(ranks))
+    a_second_of(every, 1)
+    (speaker,) = [one for one in ranks if one.speaks]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.sendto(b"\xc1", speaker._address)
+        other.sendto(pack_message(["far", 1, 2]), speaker._address)
+        monkeypatch.setattr(locations.os, "getuid", lambda: -1)
+        other.sendto(pack_message(Location(9, 9, "nowhere")), speaker._address)
+        a_second_of(every, 2)
+        monkeypatch.undo()
+    assert 9 not in known_locations(ranks[0].store)
