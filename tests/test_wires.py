@@ -39,6 +39,7 @@ WIRES = {
         "agents/sandboxed.py",
         "agents/endpoint.py",
         "agents/listening.py",  # HTTP
+        "cluster/locations.py",  # datagrams of a machine's ranks
         "cluster/process_groups.py",
         "engines/spanning.py",
         "queue/transfer_queue.py",
@@ -61,6 +62,7 @@ WIRES = {
         "engines/requests.py",  # JSON that vLLM passes through
     },
     "struct": {
+        "cluster/locations.py",
         "data/messages.py",
         "engines/engine_process.py",
         "sandbox/host.py",
