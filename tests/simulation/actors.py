@@ -319,6 +319,8 @@ class Trainer(Worker):
     def __init__(self, run: SimulatedRun, group: str, number: int, starts: int) -> None:
         self.kept: list[tuple[LeasedRows, Rows]] = []
         self.made = 0
+        self.exports = 0
+        """Versions that are being written: no step may change the weights meanwhile."""
         super().__init__(run, group, number, starts)
 
     def request(self) -> TakeWork:
@@ -334,6 +336,10 @@ class Trainer(Worker):
         self.after(0.1 * work.size, self.next)
 
     def step(self, step: Step) -> None:
+        if self.exports:
+            self.after(0.1, partial(self.step, step))
+            return
+
         def stepped() -> None:
             self.made += 1
             self.run.stepped(self, step.iteration, [uid for _, rows in self.kept for uid in rows.uids()])
@@ -356,8 +362,12 @@ class Trainer(Worker):
 
     def publish(self, version: int) -> None:
         """Write new weights, beside other work."""
+        self.exports += 1
         location = WeightLocation(version, 8, f"/nowhere/{version}")
-        self.after(0.5, lambda: self.ask(NewWeights("actor", version, location, 0.5)))
+        self.after(0.5, lambda: self.ask(NewWeights("actor", version, location, 0.5), self._exported))
+
+    def _exported(self, answer: Any, frames: Any) -> None:
+        self.exports -= 1
 
     def obey(self, order: Order) -> None:
         task = order.task
