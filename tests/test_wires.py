@@ -43,6 +43,7 @@ WIRES = {
         "cluster/process_groups.py",
         "engines/spanning.py",
         "queue/transfer_queue.py",
+        "cluster/ray_cluster.py",
         "cli/doctor.py",  # addresses and ports
     },
     "aiohttp": {
