@@ -17,11 +17,13 @@ from braidrl.agents.turns import TurnTemplate, exact_over_turns, proven_reader
 from braidrl.data.chat import ChatMessage
 from braidrl.data.templates import PromptTemplate
 from tests.agents.chat import STYLES, make_chat_tokenizer
+from tests.data.shared_cases import QWEN_REPLY, QWEN_TURNS
 
 pytest.importorskip("renderers")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 # The format of Qwen3: thoughts are kept after the last question alone, and results of tools are a user's message.
-QWEN3 = """
+QWEN3 = (
+    """
 {%- if tools %}{{ "<|im_start|>system\n" }}
 {%- if messages[0].role == "system" %}{{ messages[0].content + "\n\n" }}{% endif %}
 {{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" }}
@@ -30,17 +32,10 @@ QWEN3 = """
 {{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments " }}
 {{- "within <tool_call></tool_call> XML tags:\n<tool_call>\n" }}
 {{- "{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
-{%- elif messages[0].role == "system" %}{{ "<|im_start|>system\n" + messages[0].content + "<|im_end|>\n" }}{% endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages %}{% if message.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
-{%- for message in messages %}
-{%- if message.role == "assistant" %}
-{%- set content = message.content.split("</think>")[-1].lstrip("\n") %}
-{%- set thought = message.content.split("</think>")[0].split("<think>")[-1].strip("\n")
-    if "</think>" in message.content else "" %}
-{{- "<|im_start|>assistant\n" }}
-{%- if loop.index0 > ns.last and (loop.last or thought) %}{{ "<think>\n" + thought + "\n</think>\n\n" }}{% endif %}
-{{- content }}
+{%- elif messages[0].role == "system" %}{{ "<|im_start|>system\n" + messages[0].content + "<|im_end|>\n" }}
+{%- endif %}"""
+    + QWEN_TURNS
+    + """
 {%- for call in message.tool_calls or [] %}
 {%- if not loop.first or content %}{{ "\n" }}{% endif %}
 {{- "<tool_call>\n{\\"name\\": \\"" + call.function.name + "\\", " }}
@@ -52,9 +47,9 @@ QWEN3 = """
 {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ "<|im_end|>\n" }}{% endif %}
 {%- elif not (loop.first and message.role == "system") %}
 {{- "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
+{%- endfor %}"""
+    + QWEN_REPLY
+)
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 

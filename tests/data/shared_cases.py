@@ -21,8 +21,7 @@ CALLS = {
 }
 # As in Qwen3: an empty thought before the last answer, none in earlier ones, and reasoning only after the last
 # question.
-QWEN = """
-{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}
+QWEN_TURNS = """
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}{% if message.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for message in messages %}
@@ -32,13 +31,21 @@ QWEN = """
     if "</think>" in message.content else "" %}
 {{- "<|im_start|>assistant\n" }}
 {%- if loop.index0 > ns.last and (loop.last or thought) %}{{ "<think>\n" + thought + "\n</think>\n\n" }}{% endif %}
-{{- content }}
+{{- content }}"""
+QWEN_REPLY = """
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
+QWEN = (
+    """
+{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"""
+    + QWEN_TURNS
+    + """
 {%- if message.tool_calls %}{% for call in message.tool_calls %}<tool_call>CALL</tool_call>{% endfor %}{% endif %}
 {{- "<|im_end|>\n" }}
 {%- else %}{{ "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}
-{%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
+{%- endfor %}"""
+    + QWEN_REPLY
+)
 # As in Llama 3: no template argument, a turn ends with another token than the end of sequence, and the text begins with
 # a BOS.
 LLAMA = """{{ bos_token }}

@@ -351,7 +351,7 @@ def test_run_resumed_after_trainer_death_equals_undisturbed_run(workshop: Worksh
             0.0, kill_when_it_holds_rows, (run.backend, "actor", killed), {"chosen": partial(is_saved, run)}
         )
         killer.start()
-        with pytest.raises(WorkerError, match=r"^actor 0, which holds .* is gone \(killed by signal 9\).*$") as caught:
+        with pytest.raises(WorkerError, match=r"^actor 0,.* is gone \(.*signal 9\).*$") as caught:
             run.train()
         killer.join()
     assert "\n" not in str(caught.value) and 1 <= len(read_metrics(run.folder)) < 5
@@ -365,8 +365,9 @@ def faulty(workshop: Workshop) -> dict[str, Any]:
     (workshop.folder / "faulty.py").write_text(
         "from braidrl.algorithms.registry import shapes\n\n\n"
         "@shapes.register(writes=['reward'])\n"
-        "def faulty(reward, *, factor=1.0):\n    '''Raise.'''\n    raise RuntimeError('the shape of water')\n\n\n"
-        "faulty.__module__ = 'braidrl.faulty'  # a defect of Braid ends with its traceback\n"
+        "def faulty(reward, *, factor=1.0):\n    '''Raise.'''\n"
+        "    faulty.__module__ = 'braidrl.faulty'  # in the worker alone: a defect of Braid ends with its traceback\n"
+        "    raise RuntimeError('the shape of water')\n"
     )
     (workshop.folder / "faulty-flow.yaml").write_text(
         "flow: faulty\nstages:\n- {type: generate, role: actor}\n- {type: verify, role: reward}\n"
@@ -388,7 +389,7 @@ def test_empty_epoch_raises_same_error_as_eager(workshop: Workshop) -> None:
     verify = {"verify": [{"name": f"{workshop.folder}/verifiers.py:always_wrong"}]}
     with (
         in_process(workshop, "consecutive_dropped", **sections_of("dapo"), reward=verify) as run,
-        pytest.raises(UserError, match=r"dropped every one of 24 groups in a row.*all wrong: 24; every score was -1"),
+        pytest.raises(UserError, match=r"24 groups.*all wrong: 24;.*score was -1"),
     ):
         run.train()
 
@@ -523,7 +524,7 @@ def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
                 "streaming": {"workers": {"actor": {"generate": {"workers": 3, "nodes": 2}}}},
                 "cluster": {"launcher": "ray"},
             },
-            "actor.generate has 3 workers, which nodes=2 does not divide",
+            r"actor.generate .*3 workers, .*nodes=2",
         ),
         ({"trainer": {"surplus": "keep"}}, "trainer.max_staleness=0 forbids"),
         (
@@ -536,7 +537,7 @@ def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
         ),
         (
             {"streaming": {"on_policy_share": 0.9}, "trainer": {"max_staleness": 1}},
-            "lets none of the 4 prompts of a batch be late; write trainer.max_staleness=0",
+            r"4 prompts .*; write trainer.max_staleness=0",
         ),
         ({"cluster": {"launcher": "torchrun"}}, "write cluster.launcher=local or cluster.launcher=ray"),
     ],
