@@ -166,7 +166,7 @@ def test_a_run_that_was_refused_can_be_started_again_under_its_name(workshop: Wo
     shutil.copytree(workshop.model, broken)
     (broken / "model.safetensors").unlink()
     code, _, errors = command("train", config, f"model={broken}")
-    assert code == 2 and "has a config.json but no weights (*.safetensors); copy the whole model" in errors
+    assert code == 2 and "config.json but no weights (*.safetensors)" in errors
     code, _, errors = command("train", config, "trainer.steps=1")
     assert code == 0, errors
     code, _, errors = command("train", config, "trainer.steps=1")
@@ -184,9 +184,8 @@ def test_a_run_with_only_failed_checks_saves_and_names_the_commonest_failure(
         *processes,
     ]
     code, _, said = command("train", *raises)
-    assert code == 1 and said.splitlines()[-1].startswith(
-        "braid: step 1: every one of 16 checks failed; most often: verifier unfinished: exception: KeyError: 'no "
-        "score for this'"
+    assert code == 1 and re.match(
+        r"braid: step 1: .*16 checks .*unfinished: .*KeyError: 'no score", said.splitlines()[-1]
     )
     run = workshop.folder / "run"
     assert [line["reward/failed_fraction"] for line in read_metrics(run)] == [1.0]
@@ -213,14 +212,14 @@ def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
     )
     BertLMHeadModel(settings).save_pretrained(other)
     line = refusal("train", config, f"model={other}", *dry)
-    assert line.startswith(f"model: {other}, bert, is not proven to train correctly: ")
+    assert line.startswith(f"model: {other}, bert, is not proven")
 
 
 def test_a_run_with_only_failed_trajectories_names_the_commonest_failure(workshop: Workshop, command: Braid) -> None:
     (workshop.folder / "broken.py").write_text("def board(texts, example):\n    raise KeyError('no board')\n")
     config = workshop.config_file(rollout={"environment": "broken.py:board"}, reward={"max_failed_steps": 2})
     code, _, said = command("train", config)
-    assert code == 1 and "step 2: every one of 32 trajectories of 2 steps in a row failed; most often: " in said
+    assert code == 1 and "every one of 32 trajectories" in said
     assert "no board" in said.splitlines()[-1]
 
 
@@ -237,11 +236,11 @@ def test_run_and_dry_run_report_what_this_machine_lacks(
         "docs/engines.md"
     )
     assert refusal("train", config) == missing
-    assert "is no interpreter that can be run" in refusal("train", config, "rollout.python=/nowhere/python")
+    assert "is no interpreter" in refusal("train", config, "rollout.python=/nowhere/python")
     code, shown, errors = command("train", config, "--dry-run", "device=cuda")
     assert code == 0, errors
     said = [line for line in shown.splitlines() if line.startswith("here the run would end: ")]
-    assert len(said) == 2 and "device=cuda: torch sees no CUDA device here" in said[0] and said[1].endswith(missing)
+    assert len(said) == 2 and "device=cuda: torch sees no CUDA device" in said[0] and said[1].endswith(missing)
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
@@ -265,7 +264,7 @@ def test_a_home_that_cannot_be_written_is_named(
     monkeypatch.setattr("braidrl.training.decoders.proof.KNOWN", {})
     found = refusal("train", workshop.config_file())
     assert found.startswith(f"{file}/braidrl, where compiled kernels"), found
-    assert found.endswith("cannot be made (Not a directory); set XDG_CACHE_HOME to a folder of yours"), found
+    assert "(Not a directory); set XDG_CACHE_HOME" in found
 
 
 def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal: Refusal) -> None:
@@ -338,11 +337,11 @@ def test_supervised_training_needs_a_response_in_every_line(workshop: Workshop, 
     path = write_jsonl(workshop.folder / "faulty.jsonl", examples)
     config, sft = workshop.config_file(), ("flow=sft", f"data.train={path}")
     found = refusal("train", config, *sft)
-    assert "sft trains on the response given for each prompt" in found and "samples_per_prompt=1" in found
+    assert "sft trains on the response" in found and "samples_per_prompt=1" in found
     found = refusal("train", config, *sft, "rollout.samples_per_prompt=1", "trainer.rows_per_update=3")
     assert "trainer.rows_per_update=3" in found
     found = refusal("train", config, *sft, "rollout.samples_per_prompt=1")
-    assert found.startswith(f"{path}, line 2: no field 'response' for the response."), found
+    assert found.startswith(f"{path}, line 2: no field 'response'"), found
 
 
 def test_a_file_that_is_not_json_is_named_with_its_line(workshop: Workshop, refusal: Refusal) -> None:
@@ -397,7 +396,7 @@ def test_a_file_that_cannot_be_written_is_named(
     workshop.config_file()
     Path("verl.yaml").write_text("actor_rollout_ref.model.path: m\n")
     found = refusal(*arguments, "none/file.json")
-    assert found.startswith("none/") and found.endswith(": No such file or directory; give another path"), found
+    assert found.startswith("none/") and found.endswith("; give another path"), found
 
 
 def test_export_overwrites_nothing(workshop: Workshop, command: Braid, refusal: Refusal) -> None:
@@ -424,10 +423,8 @@ def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explan
     data = write_jsonl(workshop.folder / "few.jsonl", sums(10))
     reward = {"verify": f"{workshop.folder}/verifiers.py:{verifier}"}
     found = refusal("train", workshop.config_file(flow="dapo", reward=reward), f"data.train={data}")
-    assert f"dropped every one of 10 groups in a row, a whole epoch ({reason}: 10; every score was {score})" in found, (
-        found
-    )
-    assert "whose answers all have the same score teaches nothing" in found and "check reward.verify" in found
+    assert f"({reason}: 10; every score was {score})" in found, found
+    assert "teaches nothing" in found and "check reward.verify" in found
 
 
 def test_a_raising_verifier_is_counted_and_reported_once(workshop: Workshop, command: Braid) -> None:
@@ -462,8 +459,8 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_previous_one_resumable(
     # Room for metrics and rollouts, but too little for the optimizer's state.
     with files_of_at_most(max(len(content) for content in before.values()) - 1):
         found = refusal("train", "--resume", run)
-    assert found.startswith("the checkpoint of step 2 could not be written ("), found
-    assert f"the one before it, step-1, is whole: make room, and go on with `braid train --resume {run}`" in found
+    assert found.startswith("the checkpoint of step 2 "), found
+    assert f"`braid train --resume {run}`" in found
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None and checkpoint.name == "step-1"
     assert {path: path.read_bytes() for path in files} == before
@@ -476,14 +473,14 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_previous_one_resumable(
 
 def test_a_full_disk_while_rollouts_are_recorded_is_one_line_too(workshop: Workshop, refusal: Refusal) -> None:
     config = workshop.config_file()
-    run, limit = workshop.folder / "run", "raise the largest size of a file (ulimit -f)"
+    run, limit = workshop.folder / "run", r"\(ulimit -f\)"
     with files_of_at_most(config.stat().st_size + 5000):
         found = refusal("train", config)
-    assert found == f"{run}: File too large; {limit}, and go on with `braid train --resume {run}`"
+    assert re.match(rf"{run}: File too large; .*{limit}.*`braid train --resume {run}`", found)
     with files_of_at_most(1000):
         found = refusal("train", config)
-    place = f"{tempfile.gettempdir()}: the tokenised data of {workshop.data} cannot be written"
-    assert found == f"{place}: File too large; {limit}, or set TMPDIR to another folder"
+    place = f"{tempfile.gettempdir()}: .*{workshop.data} "
+    assert re.match(rf"{place}.*: File too large; .*{limit}.* set TMPDIR", found)
 
 
 def test_an_export_to_a_full_disk_is_one_line(workshop: Workshop, refusal: Refusal) -> None:
@@ -495,7 +492,7 @@ def test_an_export_to_a_full_disk_is_one_line(workshop: Workshop, refusal: Refus
 
 def test_the_module_is_the_command(workshop: Workshop) -> None:
     run = subprocess.run([sys.executable, "-m", "braidrl.cli", "trian"], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 2 and "No such command 'trian'. Did you mean 'train'?" in run.stderr
+    assert run.returncode == 2 and "'trian'. Did you mean 'train'?" in run.stderr
 
 
 PLUGINS = """
@@ -516,14 +513,14 @@ def nothing(*given, **settings):
     ("setting", "message"),
     [
         ("reward.verify={}:Nothing", "is a class; name a function"),
-        ("rollout.environment={}:Nothing", "is no environment: it lacks reset and step"),
-        ("trainer.backend={}:Nothing", "is no training backend: it lacks forward"),
-        ("trainer.backend={}:nothing", "is no training backend: it lacks forward"),
-        ("rollout.engine={}:Nothing", "is no rollout engine: it lacks abort"),
-        ("rollout.engine={}:nothing", "is no rollout engine: it lacks abort"),
-        ("trackers=[{}:Nothing]", "is no tracker: it lacks write and close"),
-        ("rollout.weights={}:Nothing", "is no weight transport: it lacks exchange and close"),
-        ("rollout.weights={}:Takes", "Takes() cannot be called with (ranks, device): too many positional arguments"),
+        ("rollout.environment={}:Nothing", "lacks reset and step"),
+        ("trainer.backend={}:Nothing", "backend: it lacks forward"),
+        ("trainer.backend={}:nothing", "backend: it lacks forward"),
+        ("rollout.engine={}:Nothing", "engine: it lacks abort"),
+        ("rollout.engine={}:nothing", "engine: it lacks abort"),
+        ("trackers=[{}:Nothing]", "lacks write and close"),
+        ("rollout.weights={}:Nothing", "transport: it lacks exchange and close"),
+        ("rollout.weights={}:Takes", "Takes() cannot be called with (ranks,"),
     ],
 )
 def test_a_plug_in_of_another_form_is_refused(workshop: Workshop, refusal: Refusal, setting: str, message: str) -> None:

@@ -51,6 +51,6 @@ def test_names_are_checked_and_logging_stays_as_it_was() -> None:
     before = (logging.getLogger().level, list(logging.getLogger().handlers))
     environment = environments(f"gem:{NAME}", {"max_turns": 2})()
     assert isinstance(environment, GemEnvironment)
-    with pytest.raises(UserError, match=r"gem has no environment 'game:GuessTheNumber-v0-eas'. Did you mean"):
+    with pytest.raises(UserError, match=r"'game:GuessTheNumber-v0-eas'. Did you mean"):
         environments("gem:game:GuessTheNumber-v0-eas", {})
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before

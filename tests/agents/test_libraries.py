@@ -215,7 +215,7 @@ def test_invalid_environment_settings_are_refused_by_name() -> None:
     for name, params, message in (
         ("mcp:", {}, "mcp: names no server"),
         ("mcp:no-such-command x", {}, "there is no command 'no-such-command'"),
-        ("mcp:http://127.0.0.1:1/mcp", {"verfy": "exact"}, "has no setting 'verfy'. Did you mean 'verify'"),
+        ("mcp:http://127.0.0.1:1/mcp", {"verfy": "exact"}, "setting 'verfy'. Did you mean 'verify'"),
         ("mcp:http://127.0.0.1:1/mcp", {"verify": "exat"}, "no verifier is called 'exat'"),
     ):
         with pytest.raises(UserError, match=message):
@@ -230,5 +230,5 @@ def test_an_environment_is_named_by_its_library_or_as_a_name(tmp_path: Path) -> 
         written.write_text(f"flow: grpo\nmodel: m\ndata: {{train: t}}\nrollout: {{environment: {form}}}\n")
         found = load_config(written).rollout.environment
         assert (found.name, found.timeout_s) == (f"agent:{tmp_path / 'mine.py'}:solve", 5.0)
-    with pytest.raises(UserError, match="gem and mcp each name an environment"):
+    with pytest.raises(UserError, match="gem and mcp each name"):
         load_config(written, ["rollout.environment={gem: a, mcp: b}"])

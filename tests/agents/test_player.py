@@ -261,7 +261,7 @@ def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> N
         assert len(episode.tokens) <= limit
         assert episode.tokens == by_turns.tokens[: len(episode.tokens)]
         assert episode.actions[-1], "an observation without a following action is not appended"
-    with pytest.raises(UserError, match=r"a context of 3 tokens leaves no room .* raise rollout.max_sequence_tokens"):
+    with pytest.raises(UserError, match=r"context of 3 tokens .*raise rollout.max_sequence_tokens"):
         script_play(Turns, rows_of(["???"]), Limits(1, 30, 8, 3))
 
 
@@ -346,20 +346,16 @@ class WithoutExample:
 
 
 def test_an_environment_that_cannot_be_called_is_refused_before_the_run() -> None:
-    with pytest.raises(
-        UserError, match=r"WithoutExample: reset\(self\) -> .* cannot be called with \(self, example\): too many"
-    ):
+    with pytest.raises(UserError, match=r"WithoutExample: reset\(self\) -> .*\(self, example\): too"):
         environments(f"{HERE}:WithoutExample", {})
-    with pytest.raises(
-        UserError, match=r"cannot be called with \(begin=...\): got an unexpected keyword argument 'begin'"
-    ):
+    with pytest.raises(UserError, match=r"\(begin=...\): .*unexpected .*'begin'"):
         environments(f"{HERE}:WithoutExample", {"begin": 5})
-    with pytest.raises(UserError, match=r"WithoutExample.* cannot be called with \(base_url, example\): too many"):
+    with pytest.raises(UserError, match=r"WithoutExample.*\(base_url, example\): too many"):
         environments(f"agent:{HERE}:WithoutExample", {})
 
 
 def test_an_unknown_environment_name_is_refused() -> None:
-    with pytest.raises(UserError, match="Limits is no environment: it lacks reset and step"):
+    with pytest.raises(UserError, match=r"Limits .*lacks reset and step"):
         environments("braidrl.agents.player:Limits", {})
     with pytest.raises(UserError, match="has no function 'Turn'"):
         environments(f"{HERE}:Turn", {})

@@ -92,7 +92,7 @@ def test_pass_at_k_is_the_mean_advantage_over_subsets_of_a_sample(correct: list[
 
 
 def test_pass_at_k_refuses_groups_smaller_than_k() -> None:
-    with pytest.raises(ValueError, match="k=4 needs at least 4 samples per prompt, a group has 3"):
+    with pytest.raises(ValueError, match=r"k=4 .* 4 samples .* 3"):
         adv.pass_at_k(torch.ones(3), torch.zeros(3, dtype=torch.int64), k=4)
 
 

@@ -84,7 +84,7 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_success(groups: list[list[fl
 
 
 def test_pass_at_k_needs_k_samples() -> None:
-    with pytest.raises(ValueError, match="pass@4 needs at least 4 samples per prompt, a group has 3"):
+    with pytest.raises(ValueError, match=r"pass@4 .* 4 samples .* 3"):
         policy_metrics.pass_at_k(torch.ones(3), torch.zeros(3, dtype=torch.int64), 4)
 
 

@@ -32,7 +32,7 @@ def test_take_and_cat_return_the_expected_rows(rows: list[list[float]], data: st
 
 
 def test_offsets_that_do_not_end_at_the_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="offsets end at 3 but there are 2 values"):
+    with pytest.raises(ValueError, match=r"offsets .* 3 .* 2 values"):
         Ragged(torch.zeros(2), torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="int64"):
         Ragged(torch.zeros(2), torch.tensor([0.0, 2.0]))

@@ -247,9 +247,7 @@ def test_processes_of_environments_and_programs_load_no_heavy_modules() -> None:
 def test_an_environment_that_cannot_be_imported_there_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "needing.py").write_text("import os\nos.environ['LICENSE_KEY']\nclass Game:\n    pass\n")
     config = EnvironmentConfig(name=f"{tmp_path}/needing.py:Game")
-    with pytest.raises(
-        UserError, match=r"cannot be imported in its sandbox .*'LICENSE_KEY'.*rollout\.environment\.variables"
-    ):
+    with pytest.raises(UserError, match=r"sandbox .*'LICENSE_KEY'.*rollout\.environment\.variables"):
         played(["fine"], config)
 
 
@@ -266,7 +264,7 @@ def test_an_environment_that_cannot_be_imported_there_is_said_in_a_line(tmp_path
     ],
 )
 def test_an_answer_that_is_no_observation_is_a_failure(answer: dict[str, Any]) -> None:
-    with pytest.raises(EnvironmentFailed, match="result: its process gave an answer that is none"):
+    with pytest.raises(EnvironmentFailed, match=r"result: .* answer that is none"):
         observation_of(answer)
 
 

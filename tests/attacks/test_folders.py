@@ -76,10 +76,7 @@ def test_a_runs_folder_that_vanishes_is_made_again_and_the_run_resumes(workshop:
         between_steps(run, 2, lambda: FOLDERS[kind](run.folder))
         with pytest.raises(UserError, match="was removed, or replaced") as ended:
             run.train()
-    assert (
-        "a checkpoint of step 2, without the metrics and rollouts of earlier steps: go on with `braid train "
-        f"--resume {run.folder}`" in str(ended.value)
-    )
+    assert "step 2" in str(ended.value) and f"`braid train --resume {run.folder}`" in str(ended.value)
     with TrainingRun(run_config(run.folder), resume=run.folder) as resumed:
         resumed.train()
     assert read_metrics(run.folder)[-1]["actor/grad_norm"] == read_metrics(whole)[-1]["actor/grad_norm"]
@@ -157,9 +154,7 @@ def test_what_changed_before_a_resume_is_named_and_may_be_accepted(workshop: Wor
         times = path.stat() if before is not None else workshop.data.stat()
         path.write_text(change((before or b"").decode("latin-1")), "latin-1")
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        with pytest.raises(
-            UserError, match="since the checkpoint of step 1 something has changed that the run reads"
-        ) as refused:
+        with pytest.raises(UserError, match=r"checkpoint of step 1 .*changed") as refused:
             TrainingRun(run_config(run, more), resume=run)
         said = str(refused.value)
         assert NAMED[kind] in said and f"trainer.accept_changes=[{kind}]" in said, (name, said)

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -270,7 +271,7 @@ def test_a_template_that_takes_long_for_some_messages_ends_with_their_place(
         "{% if '=' in messages[0].content %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% "
         "endfor %}{% endif %}a"
     )
-    assert "line 1: the tokenizer's chat template took more than 0.5 s" in damaged("chat_template.jinja", slow.encode())
+    assert re.search(r"line 1: .*chat template .*0.5 s", damaged("chat_template.jinja", slow.encode()))
 
 
 def record(answer: str) -> str:
@@ -305,9 +306,8 @@ def test_a_json_file_that_is_a_deep_list_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     for depth in (70, 970, 10_000):
         path.write_text("[" * depth + "]" * depth)
-        assert f"{path} is not JSON: it is nested more than 64 levels" in refusal(
-            lambda: list(Reading(SourceConfig(path=path)))
-        )
+        said = refusal(lambda: list(Reading(SourceConfig(path=path))))
+        assert re.search(rf"{path} is not JSON: .*64 levels", said)
 
 
 def test_hostile_parquet_is_refused_with_its_place(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_hostile_parquet_is_refused_with_its_place(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"], "answer": [value]}), path)
     assert str(path) in fault()
     pq.write_table(pa.table({"prompt": ["a", "x" * 40_000_000]}), path)
-    assert f"{path}, row 2: column 'prompt' has 40000000 bytes, and at most 33554432 are read" in fault()
+    assert re.search(rf"{path}, row 2: column 'prompt' .*33554432", fault())
     for content in (b"", b"PAR1" + b"x" * 100 + b"PAR1", b"PAR1" + b"\xff" * 1000):
         path.write_bytes(content)
-        assert f"{path} is not a readable parquet file" in fault()
+        assert f"{path} is not a readable parquet" in fault()

@@ -42,7 +42,7 @@ VALUES = ("inf", "-inf", "nan")
 def test_infinite_weights_end_the_run_and_the_last_checkpoint_stays(workshop: Workshop, value: str) -> None:
     (workshop.folder / f"broken_{value.strip('-')}{len(value)}.py").write_text(BROKEN.replace("VALUE", value))
     optimizer = f"{workshop.folder}/broken_{value.strip('-')}{len(value)}.py:Broken"
-    with pytest.raises(UserError, match="weights are infinite or NaN after an update"):
+    with pytest.raises(UserError, match="infinite or NaN after an update"):
         workshop.run(trainer={"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 1, "optimizer": optimizer})
     (kept,) = checkpoints_of(workshop.folder / "run")
     assert kept.name == "step-1" and all_finite(load_file(kept / "actor" / "model.safetensors").values())
@@ -76,7 +76,7 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_takes_no_place(workshop: 
         )
         wrong.detach().view(-1)[0] = float("inf")
         run.step = 2
-        with pytest.raises(UserError, match="holds infinity or NaN and is not saved; resume from the last checkpoint"):
+        with pytest.raises(UserError, match=r"infinity or NaN.* not saved;.*last checkpoint"):
             run._save(run._snapshot())
     latest = latest_checkpoint(run.folder)
     assert latest is not None and latest.name == "step-1"
@@ -112,7 +112,7 @@ def test_consecutive_skipped_updates_end_the_run_and_keep_good_weights(
         "skip_bad_updates": True,
         "max_skipped_updates": most,
     }
-    with pytest.raises(UserError, match=f"trainer.max_skipped_updates={most} were left out in a row"):
+    with pytest.raises(UserError, match=f"trainer.max_skipped_updates={most} were left out"):
         workshop.run(trainer=trainer)
     assert len(calls) == last - 1 + most
     assert [folder.name for folder in checkpoints_of(workshop.folder / "run")] == [

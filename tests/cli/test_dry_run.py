@@ -299,7 +299,7 @@ def test_a_vllm_memory_share_that_training_needs_is_refused(workshop: Workshop, 
         config = workshop.config(device="cuda", dtype="float32", rollout={"engine": "vllm", "vllm": rollout})
         dry_run(config, Console(file=StringIO()))
 
-    asks = r"gpu_memory_utilization=0\.9 asks for 0\.\d MiB of a device of 1\.0 MiB, and training takes"
+    asks = r"gpu_memory_utilization=0\.9 .*0\.\d MiB .*1\.0 MiB, .*training"
     with pytest.raises(UserError, match=asks):
         asking(1, 1)
     asking(2, 1)
@@ -312,7 +312,7 @@ def test_a_vllm_memory_share_that_training_needs_is_refused(workshop: Workshop, 
 
 def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
     settings: dict[str, Any] = {"runtime": "distributed", "workers": 4}
-    with pytest.raises(UserError, match="make 3 devices and there are 4"):
+    with pytest.raises(UserError, match=r"3 devices .* there are 4"):
         dry_run(workshop.config(trainer={"layout": {"data": 3}}, **settings))
     with pytest.raises(UserError, match="2 key/value heads"):
         dry_run(workshop.config(trainer={"layout": {"tensor": 4}}, **settings))

@@ -76,7 +76,7 @@ def test_engines_share_trainer_devices_only_if_devices_are_short(devices: int, t
 
 
 def test_too_few_devices_error_names_both_numbers_and_setting() -> None:
-    with pytest.raises(UserError, match=r"need 4 CUDA devices \(actor: 4\) and this machine has 2; lower `workers`"):
+    with pytest.raises(UserError, match=r"4 CUDA devices \(actor: 4\).* 2;.*`workers`"):
         assign_devices([ENGINES], 2)
 
 
@@ -107,7 +107,7 @@ def test_a_rank_of_torchrun_takes_its_share_of_its_nodes_devices(monkeypatch: py
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         found.append((own_devices(4).every, own_devices(8, engines=1).engines))
     assert found == [((0,), ((1,),)), ((1,), ((3,),)), ((2,), ((5,),)), ((3,), ((7,),))]
-    with pytest.raises(UserError, match=r"need 4 CUDA devices \(rank: 4\) and this machine has 2"):
+    with pytest.raises(UserError, match=r"4 CUDA devices \(rank: 4\).* 2"):
         own_devices(2)
 
 
@@ -165,7 +165,7 @@ def test_ranks_that_torchrun_starts_report_the_devices_that_they_take(tmp_path: 
 def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
     invent(monkeypatch, 2)
     assert run_ranks("tests.cluster.ranks:devices", {}, 2, 200.0, LocalLauncher("cuda")) == ["0", "1"]
-    with pytest.raises(UserError, match=r"need 3 CUDA devices \(rank: 3\) and this machine has 2"):
+    with pytest.raises(UserError, match=r"3 CUDA devices \(rank: 3\).* 2"):
         run_ranks("tests.cluster.ranks:devices", {}, 3, 200.0, LocalLauncher("cuda"))
 
 

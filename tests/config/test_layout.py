@@ -27,7 +27,7 @@ def test_only_a_layout_without_sharding_is_replicated() -> None:
 
 @pytest.mark.parametrize("given", [{"tensor": 2, "data": 3}, {"tensor": 3}, {"data": 2}, {"sequence": 8}])
 def test_axes_whose_product_differs_from_the_devices_are_refused(given: dict[str, int]) -> None:
-    with pytest.raises(UserError, match=r"roles.actor.layout: .* devices and there are 4; write numbers") as caught:
+    with pytest.raises(UserError, match=r"roles.actor.layout: .* 4; write numbers") as caught:
         ParallelLayout.model_validate(given).resolve(4, "roles.actor.layout")
     assert "\n" not in str(caught.value)
 
@@ -36,7 +36,7 @@ def test_axes_whose_product_differs_from_the_devices_are_refused(given: dict[str
     ("given", "words"),
     [
         ({"nodes": 2}, "nodes=2 has no shards; write shard=full"),
-        ({"nodes": 3, "shard": "full"}, "nodes=3 does not divide data 4; write shard=full and nodes that divide data"),
+        ({"nodes": 3, "shard": "full"}, "nodes=3 .*data 4; write shard=full .*nodes"),
     ],
 )
 def test_nodes_without_shards_are_refused(given: dict[str, Any], words: str) -> None:
@@ -51,7 +51,7 @@ def test_nodes_without_shards_are_refused(given: dict[str, Any], words: str) -> 
     ("given", "words"),
     [
         ({"tensor": 3}, "4 attention heads, which tensor=3"),
-        ({"tensor": 2, "sequence": 2}, "2 key/value heads, which tensor=2 times sequence=2"),
+        ({"tensor": 2, "sequence": 2}, "2 key/value heads, .*tensor=2 times sequence=2"),
         ({"pipeline": 4}, "6 layers, which pipeline=4"),
     ],
 )

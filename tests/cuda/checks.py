@@ -176,7 +176,7 @@ def test_the_type_by_default_is_bfloat16_with_masters_of_float32(
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "V100")
     assert RoleWorker(BackendSpec("actor", config, train=True)).dtype == torch.float32
-    with pytest.raises(UserError, match=r"dtype=bfloat16: V100 does not have it; write dtype=float32"):
+    with pytest.raises(UserError, match=r"dtype=bfloat16: V100 .*; write dtype=float32"):
         run(folder, tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_a_tensor_on_the_wrong_device_is_found(
         return torch.full((16,), 0.5, dtype=torch.float64)
 
     monkeypatch.setattr(embedded_engine, "uniform", on_the_host)
-    with pytest.raises(RuntimeError, match="same device, but found at least two devices"):
+    with pytest.raises(RuntimeError, match="found at least two devices"):
         run(folder, tmp_path)
 
 
@@ -247,7 +247,7 @@ def test_a_number_that_the_decode_loop_asks_for_is_found(
 def test_a_recorded_step_cannot_wait(twin: CudaTwin) -> None:
     number = torch.ones(3).to("cuda")
     with (
-        pytest.raises(RuntimeError, match="a graph that is being recorded cannot"),
+        pytest.raises(RuntimeError, match=r"graph .* being recorded"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         float(number.sum())

@@ -29,10 +29,10 @@ def test_a_json_file_holds_a_list_or_lines(tmp_path: Path) -> None:
     other.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     assert prompts(SourceConfig(path=one)) == prompts(SourceConfig(path=other)) == ["a", "b"]
     one.write_text('[{"prompt": "a"}, 3]')
-    with pytest.raises(UserError, match=r"list.json, row 2 holds a number; write a JSON object"):
+    with pytest.raises(UserError, match=r"list.json, row 2 .*; write.*JSON object"):
         prompts(SourceConfig(path=one))
     one.write_text('[{"prompt": NaN}]')
-    with pytest.raises(UserError, match=r"list.json is not JSON: NaN is not a JSON value; write null"):
+    with pytest.raises(UserError, match=r"list.json .*NaN .*; write null"):
         prompts(SourceConfig(path=one))
 
 
@@ -43,14 +43,12 @@ def test_a_folder_is_read_by_its_splits_as_datasets_finds_them(tmp_path: Path) -
     folder = SourceConfig(path=tmp_path)
     assert prompts(folder) == ["a", "b"] and prompts(folder, usual_split="test") == ["c"]
     assert prompts(folder.model_copy(update={"split": "test"})) == ["c"]
-    with pytest.raises(
-        UserError, match=r"has no split 'tets'. Did you mean 'test'\? Set `split` of this source to one"
-    ):
+    with pytest.raises(UserError, match=r"split 'tets'.* mean 'test'\? Set `split`"):
         prompts(folder.model_copy(update={"split": "tets"}))
-    with pytest.raises(UserError, match="cannot be read by datasets: BuilderConfig 'main' not found"):
+    with pytest.raises(UserError, match=r"datasets: .*'main' not found"):
         prompts(folder.model_copy(update={"subset": "main"}))
     alone = SourceConfig(path=tmp_path / "test-00000-of-00001.parquet", split="test")
-    with pytest.raises(UserError, match="is one file, without subsets and splits; remove"):
+    with pytest.raises(UserError, match=r"one file, .*splits; remove"):
         prompts(alone)
 
 
@@ -62,7 +60,7 @@ def test_records_are_chosen_by_the_values_of_fields(write_jsonl: Write) -> None:
         "kind is another than `where` says": 1,
         "about.level is another than `where` says": 2,
     }
-    with pytest.raises(UserError, match=r"has no examples \(6 left out because kind is another than `where` says\)"):
+    with pytest.raises(UserError, match=r"no examples \(6 .*kind .*`where`"):
         prompts(SourceConfig(path=path, where={"kind": "z"}))
 
 
@@ -77,7 +75,7 @@ def test_unique_skips_repeated_prompts(write_jsonl: Write) -> None:
 def test_a_part_is_taken_by_number(write_jsonl: Write) -> None:
     path = write_jsonl([{"prompt": str(i)} for i in range(6)])
     assert prompts(SourceConfig(path=path, skip=2, first=3)) == ["2", "3", "4"]
-    with pytest.raises(UserError, match=r"has no examples \(the first 9 are skipped\)"):
+    with pytest.raises(UserError, match=r"no examples \(.*first 9 .*skipped\)"):
         prompts(SourceConfig(path=path, skip=9))
 
 
@@ -89,8 +87,8 @@ def test_held_out_examples_are_evaluated_and_not_trained(write_jsonl: Write, cha
     assert {name: [e.prompt for e in found] for name, found in held_out.items()} == {"held_out": ["1", "2"]}
     again = DataConfig.model_validate(data.model_dump(mode="json"))
     assert again.evaluation_sources == data.evaluation_sources, "a run's configuration can be read again"
-    with pytest.raises(ValueError, match=r"data.eval has a set of the name held_out already"):
+    with pytest.raises(ValueError, match=r"data.eval .*held_out already"):
         DataConfig(train=[source], held_out=2, eval={"held_out": source})
-    with pytest.raises(ValueError, match="held_out leaves nothing of what `first` takes"):
+    with pytest.raises(ValueError, match=r"held_out leaves .*`first` takes"):
         DataConfig(train=[source.model_copy(update={"first": 2})], held_out=2)
     assert len(list(Reading(source))) == 5

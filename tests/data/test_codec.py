@@ -172,7 +172,7 @@ def test_payload_is_refused_in_every_thread_of_a_process_that_schedules() -> Non
 @pytest.mark.parametrize("value", [(1, 2), {1: 2}, float("nan"), float("inf"), {1}, b"x", object(), {"a": [(1,)]}])
 def test_an_object_that_is_not_json_is_named_by_column_and_row(value: Any) -> None:
     rows = Rows({"metadata": Objects(({}, value, {}))})
-    with pytest.raises(CodecError, match=r"column 'metadata', row 1: .* is not a JSON value"):
+    with pytest.raises(CodecError, match=r"column 'metadata', row 1: .*JSON value"):
         encode(rows)
 
 

@@ -178,9 +178,9 @@ def test_a_users_conversion_returns_an_example_or_a_reason(write_jsonl: Write, t
     reading = Reading(SourceConfig(path=path, convert=f"{tmp_path}/own.py:doubled"))
     assert [(e.prompt, e.answer, e.line) for e in reading] == [("0*2=", "0", 1), ("2*2=", "4", 3), ("4*2=", "8", 5)]
     assert dict(reading.left_out) == {"the number is odd": 2}
-    with pytest.raises(UserError, match=r"line 1: data conversion .*own.py:wrong raised KeyError: 'm'; return the"):
+    with pytest.raises(UserError, match=r"line 1: .*own.py:wrong raised KeyError: 'm';"):
         list(Reading(SourceConfig(path=path, convert=f"{tmp_path}/own.py:wrong")))
-    with pytest.raises(UserError, match=r"line 1: data conversion .* returned null; return a dict, or a text"):
+    with pytest.raises(UserError, match=r"line 1: .*null; return a dict"):
         list(Reading(SourceConfig(path=path, convert=f"{tmp_path}/own.py:nothing")))
-    with pytest.raises(UserError, match=r"no data conversion is called 'gsm8'. Did you mean 'gsm8k'"):
+    with pytest.raises(UserError, match=r"'gsm8'. Did you mean 'gsm8k'"):
         Reading(SourceConfig(path=path, convert="gsm8"))

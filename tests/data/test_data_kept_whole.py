@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def trained(source: LoadedSource, index: int = 0, which: str = "response") -> tu
 def test_reasoning_reaches_a_template_that_reads_another_familys_name(name: str, write_jsonl: Write) -> None:
     path = write_jsonl([{"messages": [user(), answer("42", **{name: "six by seven"})]}])
     assert trained(load(path, OPENING["closes"]))[1] == "six by seven\n</think>\n\n42<|im_end|>"
-    with pytest.raises(UserError, match=r"line 1: the chat template does not write '\w+' .* `convert`"):
+    with pytest.raises(UserError, match=r"line 1: .*template .*'\w+' .* `convert`"):
         load(path, CHATML)
 
 
@@ -140,9 +141,9 @@ def test_messages_behind_the_last_answer_are_named_with_their_line(write_jsonl: 
 def test_weights_that_leave_nothing_or_are_fractions_are_named(write_jsonl: Write) -> None:
     kept = {"messages": [{**user(), "weight": 1}, answer()]}
     source = load(write_jsonl([kept, {"messages": [user(), answer(weight=0)]}]), CHATML)
-    assert len(source) == 1 and "1 records left out because the weights" in source.report()
-    assert "'weight' of a user's message; only assistants' are trained; line 1" in source.report()
-    with pytest.raises(UserError, match=r"line 1: message 2 of 'messages': 'loss' of a message is 0\.5"):
+    assert len(source) == 1 and "1 records left out" in source.report()
+    assert re.search("'weight' of a user's message.*; line 1", source.report())
+    with pytest.raises(UserError, match=r"line 1: message 2 .*'loss' .*0\.5"):
         load(write_jsonl([{"messages": [user(), answer(loss=0.5)]}]), CHATML)
 
 
@@ -172,12 +173,12 @@ def test_sharegpts_calls_and_tool_answers_have_their_own_roles(write_jsonl: Writ
 )
 def test_a_role_or_call_that_cannot_be_read_is_named(message: Any, match: str, write_jsonl: Write) -> None:
     path = write_jsonl([{"conversations": [SHAREGPT[0], message, SHAREGPT[3]]}])
-    with pytest.raises(UserError, match=f"line 1: message 2 of 'conversations': .*{match}"):
+    with pytest.raises(UserError, match=rf"line 1: message 2 .*'conversations': .*{match}"):
         load(path, TOOL_CHAT)
 
 
 def test_a_call_that_the_template_does_not_write_is_refused(write_jsonl: Write) -> None:
-    with pytest.raises(UserError, match="line 1: the chat template does not write 'tool_calls'"):
+    with pytest.raises(UserError, match=r"line 1: .*template .*not write 'tool_calls'"):
         load(
             write_jsonl([{"messages": [user(), answer("", function_call={"name": "add", "arguments": "{}"})]}]), CHATML
         )
@@ -275,7 +276,7 @@ def test_tools_that_cannot_be_read_get_a_line(tools: Any, write_jsonl: Write) ->
 @pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "tools", "return_dict", "chat_template"])
 def test_reserved_arguments_of_templates_are_refused_wherever_they_stand(name: str, write_jsonl: Write) -> None:
     path = write_jsonl([{"prompt": "q", "chat_template_kwargs": {name: True}}])
-    match = f"the argument '{name}' of the chat template is reserved; "
+    match = rf"the argument '{name}' .*reserved; "
     with pytest.raises(UserError, match=f"line 1: 'chat_template_kwargs': {match}"):
         load(path, CHATML, prompts=True)
     with pytest.raises(UserError, match=f"`template` of the source .*: {match}"):
@@ -294,15 +295,15 @@ def test_template_arguments_may_be_json_text_and_unread_ones_get_a_line(write_js
     )
     source = load(path, template, prompts=True)
     assert byte_tokenizer(None).decode(source.prompt(0)).startswith("!")
-    assert "does not read the argument 'loudd'; line 2" in source.report()
-    with pytest.raises(UserError, match=r"line 1: 'chat_template_kwargs': .* write an object"):
+    assert "argument 'loudd'; line 2" in source.report()
+    with pytest.raises(UserError, match=r"line 1: 'chat_template_kwargs': .*write an object"):
         load(write_jsonl([{"prompt": "q", "chat_template_kwargs": "loud"}]), template, prompts=True)
 
 
 def test_fields_of_messages_that_no_template_reads_get_a_line(write_jsonl: Write) -> None:
     path = write_jsonl([{"messages": [user(), answer(name="x")]}, {"messages": [user(), answer(mask=1, mood="glad")]}])
     said = load(path, CHATML).report()
-    assert "does not read 'mask' of assistant messages; line 2" in said and "'mood'" in said and "'name'" in said
+    assert "'mask' of assistant messages; line 2" in said and "'mood'" in said and "'name'" in said
 
 
 @pytest.mark.parametrize("where", ["user", "assistant"])

@@ -141,12 +141,10 @@ def test_another_process_maps_the_table_that_one_has_written(
 
 def test_a_fault_leaves_no_table(write_jsonl: Write, plain_tokenizer: Any, tmp_path: Path) -> None:
     broken = config(write_jsonl([*RECORDS, {"prompt": 3}]), tmp_path / "cache")
-    with pytest.raises(UserError, match="line 1301: 'prompt' is a number; write text"):
+    with pytest.raises(UserError, match=r"line 1301: 'prompt' .*; write text"):
         load_train(broken, plain_tokenizer)
     short = config(write_jsonl(RECORDS), tmp_path / "cache").model_copy(update={"max_prompt_tokens": 0})
-    with pytest.raises(
-        UserError, match=r"all 1300 prompts are longer than data.max_prompt_tokens=0; the shortest has 1"
-    ):
+    with pytest.raises(UserError, match=r"1300 prompts .*data.max_prompt_tokens=0; .*shortest has 1"):
         load_train(short, plain_tokenizer)
     assert not tables(tmp_path / "cache")
 

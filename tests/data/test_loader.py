@@ -121,12 +121,10 @@ def test_a_checkpoint_of_other_data_is_refused(make: Make) -> None:
     ):
         with pytest.raises(UserError) as caught:
             loader.restore(state)
-        assert str(caught.value) == (
-            f"the checkpoint was made with {name} {was} of the training data and this run has {now}; "
-            "resume with the same data settings, or start a new run from its model"
-        )
+        said = str(caught.value)
+        assert f"{name} {was}" in said and f"this run has {now}; resume" in said
 
 
 def test_a_loader_without_sources_is_refused() -> None:
-    with pytest.raises(UserError, match=r"there are no prompts to draw from; give data.train a file"):
+    with pytest.raises(UserError, match=r"no prompts .*give data.train a file"):
         PromptLoader([])

@@ -111,12 +111,12 @@ def test_each_line_is_tokenised_once_for_the_table(
 def test_a_fault_anywhere_in_an_opened_file_is_raised_with_its_line(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([*RECORDS, {"prompt": 3}])
     (source,) = load_train(data_of(path), plain_tokenizer, opens=True)
-    with pytest.raises(UserError, match="line 401: 'prompt' is a number; write text"):
+    with pytest.raises(UserError, match=r"line 401: 'prompt' .*; write text"):
         source.settle(wait=True)
     assert not Path(source.kept).exists()
     # A doubtful line is read first.
     path = write_jsonl([*RECORDS, {"prompt": 3, "about": "x" * LIMIT}])
-    with pytest.raises(UserError, match="line 401: 'prompt' is a number; write text"):
+    with pytest.raises(UserError, match=r"line 401: 'prompt' .*; write text"):
         load_train(data_of(path), plain_tokenizer, opens=True)
 
 
@@ -137,7 +137,7 @@ def test_a_prompt_longer_than_its_line_allows_is_named(
     (source,) = load_train(data_of(path), chat_tokenizer, opens=True)
     with pytest.raises(UserError, match=f"line 151: .*data.max_prompt_tokens={LIMIT}"):
         source.prompt(150)
-    with pytest.raises(UserError, match="1 of its prompts have more than data"):
+    with pytest.raises(UserError, match=r"1 of its prompts .* data"):
         source.settle(wait=True)
 
 

@@ -58,12 +58,12 @@ def test_a_response_is_its_own_tokens_and_the_end_of_sequence(chat_tokenizer: An
 
 def test_a_tokenizer_without_an_end_of_sequence_cannot_train_on_responses(plain_tokenizer: Any) -> None:
     tokenizer = type(plain_tokenizer)(tokenizer_object=plain_tokenizer.backend_tokenizer)
-    with pytest.raises(UserError, match="no eos_token, so a response could not end; set it in its tokenizer_config"):
+    with pytest.raises(UserError, match=r"no eos_token, .*set .*tokenizer_config"):
         PromptTemplate(tokenizer).encode_responses(["42"])
 
 
 def test_messages_that_the_template_refuses_are_a_users_mistake(chat_tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="chat template refuses the messages: unknown role"):
+    with pytest.raises(UserError, match=r"template refuses .*: unknown role"):
         PromptTemplate(chat_tokenizer).encode([{"role": "wizard", "content": "hi"}])
 
 

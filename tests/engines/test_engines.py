@@ -309,7 +309,7 @@ def test_pending_calls_fail_with_the_reason_when_no_engine_is_left() -> None:
         finally:
             await router.close()
 
-    with pytest.raises(EngineError, match=r"no engine has been alive for 0.05 s: .*the device is gone"):
+    with pytest.raises(EngineError, match=r"no engine .*0.05 s:.*device is gone"):
         asyncio.run(run())
 
 

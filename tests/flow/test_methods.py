@@ -46,9 +46,9 @@ def test_a_method_is_a_stage_with_the_columns_that_it_is_registered_with(own: st
 @pytest.mark.parametrize(
     ("method", "params", "words"),
     [
-        ("plain", {}, r"Own has no method 'plain' with @register\(protocol=...\) above it"),
+        ("plain", {}, r"Own .*'plain' .*@register\(protocol=...\) above"),
         ("suprise", {}, "Did you mean 'surprise'"),
-        ("silent", {}, "a stage writes columns, and this method none"),
+        ("silent", {}, "writes columns, .* method none"),
         ("surprise", {"scal": 1.0}, "has no parameter 'scal'.*scale"),
     ],
 )

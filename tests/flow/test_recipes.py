@@ -1,5 +1,7 @@
 """The recipes: their stages, their parameters and the errors about them."""
 
+import re
+
 import pytest
 
 from braidrl.flow import Flow, actor, advantage, loss, reward
@@ -185,77 +187,71 @@ def test_yaml_flow_is_loaded_by_its_path(tmp_path):
     path.write_text(to_yaml(load_flow("grpo")))
     assert load_flow(str(path)) == load_flow("grpo")
     message = message_of(lambda: load_flow(str(path), {"kl_coef": 0.0}))
-    assert (
-        message
-        == f"{path} is a YAML flow and takes no algorithm.kl_coef; remove it, or write kl_coef at its stage in the file"
-    )
+    assert re.match(rf"{path} .*no algorithm.kl_coef; remove it, or write kl_coef", message)
 
 
 ERRORS = {
     "loss with an aggregation it is not defined for": (
         ("gspo", {"aggregate": "token-mean"}),
-        "actor.update: gspo is defined for aggregate seq-mean-token-mean, not token-mean",
+        r"actor.update: gspo .*seq-mean-token-mean, not token-mean",
     ),
     "advantage that counts successes without a verifier": (
         ("maxrl", {"reward": "score"}),
-        "stage advantage.maxrl reads 'correct', which no earlier stage writes.",
+        r"stage advantage.maxrl .*'correct', .*no earlier",
     ),
-    "no source of rewards": (("rloo", {"reward": {}}), "reward names no source; write one, as in `reward: verify`"),
+    "no source of rewards": (("rloo", {"reward": {}}), r"reward .*no source; .*`reward: verify`"),
     "source that is no name": (
         ("rloo", {"reward": "my model"}),
-        "reward: 'my model' is no source; write verify, score, or",
+        r"reward: 'my model' .*; write verify, score",
     ),
     "multiplier below 0": (
         ("safe_rlhf", {"multiplier": -1.0}),
-        "recipe safe_rlhf: multiplier: Input should be greater than or equal to 0, got -1.0",
+        r"recipe safe_rlhf: multiplier: .* 0, got -1.0",
     ),
-    "weight of nothing": (("dpo", {"beta": 0.0}), "recipe dpo: beta: Input should be greater than 0, got 0.0"),
-    "cost that is no function": (("safe_rlhf", {"cost": "cheap"}), "no stage type is called 'cheap'."),
+    "weight of nothing": (("dpo", {"beta": 0.0}), r"recipe dpo: beta: .* 0, got 0.0"),
+    "cost that is no function": (("safe_rlhf", {"cost": "cheap"}), r"no stage type .*'cheap'"),
     "target that cannot be": (
         ("ppo", {"kl_target": 0.0}),
-        "recipe ppo: kl_target: Input should be greater than 0, got 0.0",
+        r"recipe ppo: kl_target: .* 0, got 0.0",
     ),
-    "unknown recipe": (("grop", {}), "no recipe is called 'grop'. Did you mean 'grpo'?"),
+    "unknown recipe": (("grop", {}), r"no recipe .*'grop'.* 'grpo'"),
     "unknown parameter": (
         ("grpo", {"clip_hi": 0.2}),
-        "recipe grpo: no parameter is called 'clip_hi'. Did you mean 'clip_high'?",
+        r"recipe grpo: .*'clip_hi'.* 'clip_high'",
     ),
     "out of range": (
         ("grpo", {"clip_low": -1.0}),
-        "recipe grpo: clip_low: Input should be greater than or equal to 0, got -1.0",
+        r"recipe grpo: clip_low: .* 0, got -1.0",
     ),
     "parameter of another recipe": (
         ("sft", {"kl_coef": 0.1}),
-        "recipe sft: no parameter is called 'kl_coef', which is one of grpo, ppo, ppo_ptx; remove algorithm.kl_coef",
+        r"recipe sft: .*'kl_coef', .*grpo, .*remove algorithm.kl_coef",
     ),
-    "missing": (("dapo", {}), "recipe dapo: the parameter 'max_response_tokens' is not set"),
+    "missing": (("dapo", {}), r"recipe dapo: .*'max_response_tokens' is not set"),
     "parameters that do not fit": (
         ("dapo", {"max_response_tokens": 10, "overlong_cache": 11}),
-        "recipe dapo: overlong_cache (11) is above max_response_tokens (10)",
+        r"recipe dapo: overlong_cache \(11\) .*max_response_tokens \(10\)",
     ),
-    "unknown estimator": (("grpo", {"kl_estimator": "k9"}), "actor.update: kl: no KL estimator is called 'k9'."),
+    "unknown estimator": (("grpo", {"kl_estimator": "k9"}), r"actor.update: kl: .*'k9'"),
     "loss without its aggregation": (
         ("ppo", {"aggregate": {"name": "token-sum-norm"}}),
-        "actor.update: aggregate: token-sum-norm needs the setting 'max_tokens'",
+        r"actor.update: aggregate: token-sum-norm .*'max_tokens'",
     ),
     "unknown aggregation": (
         ("grpo", {"aggregate": "token-men"}),
-        "actor.update: aggregate: no aggregation is called 'token-men'. Did you mean 'token-mean'?",
+        r"actor.update: aggregate: .*'token-men'.* 'token-mean'",
     ),
 }
 
 
 @pytest.mark.parametrize(("given", "message"), ERRORS.values(), ids=ERRORS)
 def test_an_invalid_recipe_is_refused_with_its_reason(given, message):
-    assert message_of(lambda: load_flow(*given)).startswith(message)
+    assert re.match(message, message_of(lambda: load_flow(*given)))
 
 
 def test_groups_smaller_than_an_estimator_needs_are_refused():
     message = message_of(lambda: load_flow("grpo", {}, {"samples_per_prompt": 1}))
-    assert message == (
-        "stage advantage.group_normalized: group_normalized needs at least 2 samples per prompt, there are 1; "
-        "raise rollout.samples_per_prompt"
-    )
+    assert re.match(r"stage advantage.group_normalized: .* 2.*; raise rollout.samples_per_prompt", message)
     subsets = Flow("f", [actor.generate(), reward.verify(), advantage.pass_at_k(k=8)])
     check_group_size(subsets, 9)
     assert "pass_at_k needs at least 9 samples" in message_of(lambda: check_group_size(subsets, 8))

@@ -159,10 +159,7 @@ def test_an_epoch_without_a_kept_group_ends_with_an_explanation() -> None:
             sampling.decide(wave)
     with pytest.raises(
         UserError,
-        match=(
-            r"every one of 64 groups in a row, a whole epoch \(all wrong: 64; scores from 0.1 to "
-            r"0.63\).*dynamic_sampling=rewards"
-        ),
+        match=(r"64 groups.*all wrong: 64;.*0.1 to 0.63\).*dynamic_sampling=rewards"),
     ):
         sampling.decide(wave)
 

@@ -178,14 +178,14 @@ class _Numbers(list):
 
 
 def test_state_without_its_update_is_refused():
-    with pytest.raises(ValueError, match="a state needs its initial values, the function that updates it and the sums"):
+    with pytest.raises(ValueError, match=r"initial values, .*function .*sums"):
         shapes.register(writes=["x"], state={"coef": 1.0})
 
 
 def test_name_both_in_state_and_settings_is_refused():
     def twice(reward, *, state, coef): ...
 
-    with pytest.raises(ValueError, match="twice: \\['coef'\\] are in the state and among the settings"):
+    with pytest.raises(ValueError, match=r"twice: \['coef'\] .*state .*settings"):
         shapes.register(writes=["x"], sums=penalty_sums, state={"coef": 1.0}, update_state=towards_target)(twice)
 
 

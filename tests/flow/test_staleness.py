@@ -29,7 +29,7 @@ def test_a_batch_reports_its_oldest_row() -> None:
 
 
 def test_a_row_too_old_or_from_the_future_is_named() -> None:
-    with pytest.raises(TooStale, match=r"row \(0, 7, 1\) has tokens of version 2, and iteration 5 trains on version 4"):
+    with pytest.raises(TooStale, match=r"row \(0, 7, 1\).*version 2,.*version 4"):
         check_staleness(5, [4, 2], 1, [(0, 7, 0), (0, 7, 1)])
-    with pytest.raises(TooStale, match="row b has tokens of version 5"):
+    with pytest.raises(TooStale, match=r"row b .*tokens of version 5"):
         check_staleness(5, [4, 5], 1, "ab")

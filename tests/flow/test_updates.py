@@ -69,7 +69,7 @@ def test_older_groups_are_spread_evenly_over_updates(groups: int, data: st.DataO
 
 
 def test_rows_must_make_a_whole_number_of_updates() -> None:
-    with pytest.raises(ValueError, match="3 rows are no whole number of updates of 2"):
+    with pytest.raises(ValueError, match=r"3 rows .*updates of 2"):
         plan([(0, 0), (0, 1), (1, 0)], 2, 1, 0, 0)
     with pytest.raises(ValueError, match="same group and sample"):
         plan([(0, 0), (0, 0)], 2, 1, 0, 0)
@@ -78,7 +78,7 @@ def test_rows_must_make_a_whole_number_of_updates() -> None:
 def test_an_indivisible_update_size_is_refused_with_a_remedy() -> None:
     assert check_update_size(32, 8, None) == 256
     assert check_update_size(32, 8, 64) == 64
-    with pytest.raises(UserError, match=r"rows_per_update=100 does not divide the 256 rows .* write 64 or 128"):
+    with pytest.raises(UserError, match=r"rows_per_update=100.* 256 rows.*write 64 or 128"):
         check_update_size(32, 8, 100)
     with pytest.raises(UserError, match=r"write 256$"):
         check_update_size(32, 8, 512)

@@ -68,14 +68,14 @@ def test_mean_divides_by_global_count(aggregate: str, folder: Path) -> None:
 
 def test_row_mean_loss_uses_configured_aggregation() -> None:
     for name in ("gmpo", "gspo"):
-        with pytest.raises(UserError, match=f"{name} is defined for aggregate seq-mean-token-mean, not token-mean"):
+        with pytest.raises(UserError, match=f"{name} .* seq-mean-token-mean, not token-mean"):
             actor.update(loss={"name": name}, aggregate="token-mean")
 
 
 def test_remax_baseline_is_greedy_and_unknown_switch_is_refused(folder: Path) -> None:
     stage = load_flow("remax")["actor.generate.greedy"]
     assert sampling_of(stage, make_config(folder, "remax", rollout__temperature=1.5)).takes_likeliest
-    with pytest.raises(UserError, match=r"has no parameter 'greddy'\. Did you mean 'greedy'"):
+    with pytest.raises(UserError, match=r"parameter 'greddy'\..* mean 'greedy'"):
         make_stage("generate", "actor", {"greddy": True})
 
 

@@ -39,7 +39,7 @@ def test_number_types_are_written_and_nonfinite_becomes_null(tmp_path: Path) -> 
     writer = MetricsWriter(tmp_path)
     odd = {"actor/kl_old": math.nan, "actor/grad_norm": math.inf, "loss/actor": torch.tensor(0.5), "extra": 3}
     writer.write(metrics_of(1) | odd)
-    with pytest.raises(ValueError, match="metric actor/kl_old must be a number, got 'high'"):
+    with pytest.raises(ValueError, match=r"actor/kl_old .* number, got 'high'"):
         writer.write(metrics_of(2) | {"actor/kl_old": "high"})
     writer.close()
     (line,) = read_metrics(tmp_path)
@@ -51,7 +51,7 @@ def test_a_step_is_written_only_once_and_in_order(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write(metrics_of(3))
     for step in (3, 2):
-        with pytest.raises(ValueError, match=f"step {step} does not follow step 3"):
+        with pytest.raises(ValueError, match=f"step {step} .*follow step 3"):
             writer.write(metrics_of(step))
     writer.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [3]

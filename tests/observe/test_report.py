@@ -147,7 +147,7 @@ def test_a_run_without_generation_shows_no_rollout_curve(workshop: Workshop) -> 
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is .* the folder of a run"):
+    with pytest.raises(UserError, match="the folder of a run"):
         write_report(tmp_path)
 
 

@@ -141,7 +141,7 @@ def test_tracker_output_can_be_read_back(names: list[str], tmp_path: Path) -> No
 
 
 def test_missing_library_names_install_command() -> None:
-    with pytest.raises(UserError, match=r"trackers=swanlab is not installed; write pip install 'braidrl\[swanlab\]'"):
+    with pytest.raises(UserError, match=r"trackers=swanlab .*pip install 'braidrl\[swanlab\]'"):
         check_names(Config(flow="grpo", model="m", trackers=[TrackerConfig(name="swanlab")]))
 
 
@@ -179,7 +179,7 @@ def test_failing_tracker_is_reported_once_and_others_continue(tmp_path: Path) ->
 
 
 def test_a_setting_that_a_tracker_does_not_have_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tracker 'tensorboard' has no setting 'project'. Known: none"):
+    with pytest.raises(UserError, match=r"tracker 'tensorboard' .*'project'.* Known: none"):
         check_tracker("tensorboard", tmp_path, {"project": "braid"})
 
 

@@ -160,9 +160,7 @@ def test_calls_are_laid_out_as_the_hybrid_runtime_lays_them_out(data: st.DataObj
 
 def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_fits(tmp_path: Path) -> None:
     asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 10 * MIB))
-    with pytest.raises(
-        UserError, match=r"fit on no allocation of 1x1xtest; the smallest that fits is --devices \d+x1xtest"
-    ):
+    with pytest.raises(UserError, match=r"1x1xtest; .*--devices \d+x1xtest"):
         Search(asked).hybrid()
 
 
@@ -170,7 +168,7 @@ def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_fits
 def test_models_that_fit_on_no_number_of_devices_are_refused_in_a_line(tmp_path: Path) -> None:
     """Layouts for thousands of nodes are tried up to the most processes of a run, and no further."""
     asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(64, 8, 1))
-    with pytest.raises(UserError, match=f"nor of up to {MOST_PROCESSES:,} devices: .* choose a kind with more memory"):
+    with pytest.raises(UserError, match=rf"up to {MOST_PROCESSES:,} devices: .*more memory"):
         Search(asked).hybrid()
 
 

@@ -305,7 +305,7 @@ def test_a_thousand_iterations_take_seconds() -> None:
 
 def test_a_flow_that_cannot_go_on_is_called_a_deadlock() -> None:
     work = AnyWorkload(GRPO, Sizes(2, 2, 2, 4), lambda stage, uid: 1.0, workers={"reward.verify": 0})
-    with pytest.raises(Deadlock, match="8 rows wait forever behind version 0"):
+    with pytest.raises(Deadlock, match=r"8 rows .*behind version 0"):
         simulate("streaming", work)
 
 

@@ -358,7 +358,7 @@ def test_bad_request_is_answered_and_harmless() -> None:
 
 def test_missing_queue_is_named_after_time_limit() -> None:
     connection = Connection("tcp://127.0.0.1:9", 0.2)
-    with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 did not answer Hello within 0.2 s"):
+    with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 .*Hello within 0.2 s"):
         connection.ask(Hello("here"))
     connection.close()
 

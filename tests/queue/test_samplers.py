@@ -60,7 +60,7 @@ def test_built_in_samplers_choose_what_their_names_say() -> None:
         ("[0, 0]", "different positions"),
         ("[2]", "chose \\[2\\] of 2"),
         ("[0, 1]", "at most 1"),
-        ("1 / 0", "raised ZeroDivisionError: division by zero \\(broken.py:2\\); mend the function"),
+        ("1 / 0", "ZeroDivisionError: .*\\(broken.py:2\\); mend the function"),
     ],
 )
 def test_a_sampler_that_breaks_the_contract_is_named(tmp_path: Path, body: str, words: str) -> None:

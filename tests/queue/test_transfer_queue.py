@@ -82,7 +82,7 @@ def test_rows_are_taken_table_by_table_and_by_a_tables_name() -> None:
 def test_second_write_is_refused_and_takes_no_memory() -> None:
     with TransferQueue.serve({"train": ["x", "y"]}) as queue:
         queue.put({"x": torch.zeros(1)}, rows=[0])
-        with pytest.raises(QueueError, match="has one of the columns x already"):
+        with pytest.raises(QueueError, match=r"has .* columns x already"):
             queue.put({"x": torch.ones(1)}, rows=[0])
         assert len(segments(queue)) == 1 and queue.usage()["rows"] == 1
 
@@ -94,7 +94,7 @@ def test_put_without_room_waits_then_names_row_holders() -> None:
     ):
         queue.put({"x": torch.zeros(2000)}, rows=list(range(2000)))
         held = reader.get("train", 500)
-        with pytest.raises(QueueFull, match=r"no room within 0.1 s.*train has 2000 rows to do \(reader holds 500\)"):
+        with pytest.raises(QueueFull, match=r"0.1 s.*train has 2000.*\(reader holds 500\)"):
             queue.put({"x": torch.zeros(2000)}, rows=list(range(2000, 4000)), wait_s=0.1)
         waiting = threading.Thread(target=queue.put, args=({"x": torch.zeros(2000)}, list(range(2000, 4000))))
         waiting.start()

@@ -84,7 +84,7 @@ def test_the_score_is_all_or_with_fraction_the_share() -> None:
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "`kwargs` of another length"),
         (
             {"instruction_id_list": ["language:response_language"]},
-            "no rule is called 'language:response_language'; there are keywords:",
+            "'language:response_language'; there are keywords:",
         ),
     ],
 )

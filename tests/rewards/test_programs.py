@@ -166,9 +166,7 @@ def test_two_hundred_at_once(aimed: list[str]) -> None:
 
 @pytest.mark.parametrize("settings", [{"sandbox": "process"}, {"sandbox": "none"}, {"processes": 0}])
 def test_outside_of_the_strict_sandbox_no_program_runs(settings: dict[str, Any]) -> None:
-    with pytest.raises(
-        UserError, match=r"only in the strict sandbox; write reward.sandbox=bubblewrap and at least reward.processes=1"
-    ):
+    with pytest.raises(UserError, match=r"write reward.sandbox=bubblewrap .*reward.processes=1"):
         outcomes([DOUBLE], **settings)
 
 

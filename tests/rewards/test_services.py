@@ -226,7 +226,7 @@ def test_a_reward_server_is_asked_for_rows_together_and_answers_for_each(service
 
 def test_an_unreachable_server_fails_each_row_after_its_retries() -> None:
     (found,) = outcomes("remote", {"url": "http://127.0.0.1:9/rewards", "retries": 2, "wait_s": 0.001}, ["half"])
-    assert found.failure == "exception" and "no answer in 3 requests, the last one ClientConnectorError" in found.detail
+    assert found.failure == "exception" and "3 requests, the last one ClientConnectorError" in found.detail
 
 
 def test_a_missing_key_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_a_missing_key_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(
         UserError,
-        match=r"reward.verify=remote: its key is to be in the variable JUDGE_KEY, which is not set; write export",
+        match=r"reward.verify=remote: .*JUDGE_KEY, .*; write export",
     ):
         outcomes("remote", params, ["half"])
 

@@ -184,12 +184,12 @@ def test_math_can_insist_on_a_box_and_needs_a_reference():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("gsm8", {}, "no verifier is called 'gsm8'. Did you mean 'gsm8k'"),
-        ("gsm8k", {"flexibel": True}, "has no setting 'flexibel'. Did you mean 'flexible'"),
-        ("format", {}, "parameter 'pattern' is none of prompt, response, answer"),
+        ("gsm8", {}, "'gsm8'. Did you mean 'gsm8k'"),
+        ("gsm8k", {"flexibel": True}, "setting 'flexibel'. Did you mean 'flexible'"),
+        ("format", {}, "parameter 'pattern' is none of prompt"),
         ("format", {"pattern": "("}, "is no regular expression"),
         ("exact", {"answer": "1"}, "'answer' comes from the row"),
-        (f"{OWN}:unknown_parameter", {}, "parameter 'reference' is none of prompt, response, answer, metadata, source"),
+        (f"{OWN}:unknown_parameter", {}, "parameter 'reference' is none of prompt"),
         (f"{OWN}:lenght", {}, "Did you mean 'length'"),
         (f"{OWN}:length", {"most": {1, 2}}, "plain YAML values"),
         ("no_such_module:judge", {}, "cannot import 'no_such_module'"),

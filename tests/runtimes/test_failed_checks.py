@@ -46,7 +46,7 @@ def test_the_line_names_the_commonest_reason_and_not_the_first() -> None:
     sums = Sums({"reward/failed_fraction": (4, 4)})
     for words, count in (("verifier a: timeout", 1), ("verifier b: exception", 3)):
         sums.add(FAILURE + words, 0.0, count)
-    with pytest.raises(FailedStep, match="every one of 4 checks failed; most often: verifier b: exception"):
+    with pytest.raises(FailedStep, match=r"4 checks failed; .*verifier b: exception"):
         FailureWatch(0.99, 1, Path("run")).check(7, sums)
 
 
@@ -68,9 +68,7 @@ def test_a_saved_run_resumes_after_its_verifier_is_fixed(workshop: Workshop) -> 
     verifier.write_text("def score(response):\n    raise OSError('the judge is down')\n")
     config = workshop.config(reward={"verify": f"{verifier}:score", "sandbox": "process"})
     with (
-        pytest.raises(
-            FailedStep, match=r"step 1: every one of 16 checks failed; most often: verifier score: exception: OSError"
-        ),
+        pytest.raises(FailedStep, match=r"step 1: .*16 checks.*verifier score:.*OSError"),
         TrainingRun(config) as run,
     ):
         run.train()
@@ -86,7 +84,5 @@ def test_an_evaluation_with_only_failed_checks_has_no_result(workshop: Workshop)
         "reward": {"verify": f"{HERE}:often", "sandbox": "none", "processes": 0},
         "data": {"eval": {"test": str(workshop.data)}},
     }
-    with pytest.raises(
-        FailedStep, match="evaluation: every one of 8 checks failed; most often: verifier often: exception"
-    ):
+    with pytest.raises(FailedStep, match=r"evaluation: .*8 checks .*verifier often: exception"):
         evaluate_model(workshop.config(evaluation={"samples": 1, "max_prompts": 8}, **sections))

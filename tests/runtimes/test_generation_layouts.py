@@ -104,9 +104,9 @@ def test_eight_ranks_train_generate_and_infer_in_three_layouts(workshop: Worksho
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"rollout": {"tensor": 2}, "workers": 3}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
-        ({"rollout": {"tensor": 8}, "workers": 8}, "rollout.tensor=8 does not divide the model's 4 attention heads"),
-        ({"rollout": {"pipeline": 3}}, "rollout.pipeline=3 does not divide the model's 2 layers"),
+        ({"rollout": {"tensor": 2}, "workers": 3}, "rollout.tensor=2: 3 ranks generate"),
+        ({"rollout": {"tensor": 8}, "workers": 8}, r"rollout.tensor=8 .*4 attention heads"),
+        ({"rollout": {"pipeline": 3}}, r"rollout.pipeline=3 .*2 layers"),
         (
             {"rollout": {"tensor": 2, "grouping": "interval"}},
             "rollout.grouping=interval: training has pipeline=1, tensor=1",
@@ -118,11 +118,11 @@ def test_eight_ranks_train_generate_and_infer_in_three_layouts(workshop: Worksho
         ({"rollout": {"tensor": 2, "grouping": "gather"}}, "rollout.grouping=gather .* write shard=full"),
         (
             {"rollout": {"pipeline": 2, "engines": 1}},
-            "shards the embedded engine over ranks .* without rollout.engines",
+            r"embedded engine .*without rollout.engines",
         ),
         (
             {"runtime": "eager", "rollout": {"pipeline": 2}},
-            "shards the embedded engine over .* write runtime=distributed",
+            r"embedded engine .*write runtime=distributed",
         ),
         ({"rollout": {"grouping": "diagonal"}}, "rollout.grouping"),
     ],

@@ -96,11 +96,11 @@ def test_joint_decoding_selects_the_rows_of_a_single_process(workshop: Workshop)
     [
         (
             {"trainer": {"inference_layout": {"tensor": 2}}},
-            "trainer.inference_layout: no stage of grpo infers with a trained role",
+            "trainer.inference_layout: no stage of grpo",
         ),
         (
             {"algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"tensor": 3}}},
-            r"trainer.inference_layout: .* 4 attention heads, which tensor=3",
+            r"trainer.inference_layout: .*4 attention heads, .*tensor=3",
         ),
         (
             {
@@ -108,42 +108,42 @@ def test_joint_decoding_selects_the_rows_of_a_single_process(workshop: Workshop)
                 "algorithm": {"old": "recompute"},
                 "roles": {"actor": {"inference_layout": {"tensor": 4}}},
             },
-            "roles.actor.inference_layout: the model has 2 key/value heads, which tensor=4",
+            r"roles.actor.inference_layout: .*2 key/value heads, .*tensor=4",
         ),
         (
             {"algorithm": {"kl_coef": 0.1}, "roles": {"reference": {"inference_layout": {"tensor": 2}}}},
-            "roles.reference.inference_layout: grpo does not train reference; write roles.reference.layout",
+            r"roles.reference.inference_layout: .*; write roles.reference.layout",
         ),
         (
             {"roles": {"actor": {"inference_layout": {"tensor": 2}}}},
-            "roles.actor.inference_layout: no stage of grpo infers with actor; remove it",
+            r"roles.actor.inference_layout: .*infers with actor; remove",
         ),
-        ({"workers": 3, "rollout": {"tensor": 2}}, "rollout.tensor=2: 3 ranks generate, which it does not divide"),
+        ({"workers": 3, "rollout": {"tensor": 2}}, "rollout.tensor=2: 3 ranks generate"),
         (
             {"rollout": {"tensor": 2, "environment": {"name": "gem:rg:basic_arithmetic", "at_once": 1}}},
-            "rollout.environment.at_once=1 .* 2 ranks of an engine, .*; write 2",
+            r"rollout.environment.at_once=1 .*2 ranks .*; write 2",
         ),
-        ({"runtime": "eager", "rollout": {"tensor": 2}}, "rollout.tensor=2 shards the embedded engine over ranks"),
+        ({"runtime": "eager", "rollout": {"tensor": 2}}, r"rollout.tensor=2 .*embedded engine"),
         (
             {"runtime": "eager", "algorithm": {"old": "recompute"}, "trainer": {"inference_layout": {"shard": "full"}}},
-            "trainer.inference_layout is for runtime=distributed, hybrid or streaming; remove it",
+            r"trainer.inference_layout .*runtime=distributed, .*; remove it",
         ),
-        ({"trainer": {"layout": {"data": 3}}}, r"trainer.layout: .* make 3 devices and there are 2"),
-        ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .* make 4 devices and there are 2"),
+        ({"trainer": {"layout": {"data": 3}}}, r"trainer.layout: .*3 devices .*2"),
+        ({"roles": {"actor": {"layout": {"data": 4}}}}, r"roles.actor.layout: .*4 devices .*2"),
         ({"trainer": {"layout": {"sequence": 2}, "share_prompts": True}}, "sequence=1, or trainer.share_prompts=false"),
         ({"workers": 4, "trainer": {"layout": {"tensor": 4}}}, "2 key/value heads, which tensor=4"),
         (
             {"runtime": "eager", "trainer": {"layout": {"shard": "full"}}},
-            "trainer.layout is for runtime=distributed, hybrid or streaming; remove it",
+            r"trainer.layout .*runtime=distributed, .*; remove it",
         ),
         (
             {"runtime": "hybrid", "placement": [["actor"], ["reference"]], "trainer": {"layout": {"data": 4}}},
-            r"trainer.layout: .* make 4 devices and there are 2",
+            r"trainer.layout: .*4 devices .*2",
         ),
         ({"trainer": {"layout": {"shard": "zero"}}}, "trainer.layout.shard"),
         (
             {"workers": 3, "trainer": {"layout": {"pipeline": 3}}},
-            "trainer.layout: the model has 2 layers, which pipeline=3",
+            r"trainer.layout: .*2 layers, .*pipeline=3",
         ),
     ],
 )

@@ -203,7 +203,7 @@ def test_engines_draw_with_the_trained_adapters_of_experts(mixture: Workshop, wa
         ({"roles": {"reference": {"lora": {}}}, "algorithm": {"kl_coef": 0.1}}, r"does not train reference; remove it"),
         (
             {"trainer": {"lora": {"targets": ["q_porj"]}}},
-            "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'",
+            r"'q_porj' .*Did you mean 'q_proj'",
         ),
     ],
 )
@@ -231,5 +231,5 @@ def test_a_missing_peft_is_reported_with_the_install_command(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"lora needs peft; install it by `pip install 'braidrl\[lora\]'`"):
+    with pytest.raises(UserError, match=r"lora .*peft; .*pip install 'braidrl\[lora\]'`"):
         workshop.run(**FLOW, trainer=TRAINER)

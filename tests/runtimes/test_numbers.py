@@ -37,17 +37,15 @@ def test_nan_update_names_token_and_replay_reproduces_it(workshop: Workshop, run
     with pytest.raises(UserError) as caught:
         train(workshop.config("nan", flow=FLOW, trainer={"steps": 3}, **runtime))
     said = str(caught.value)
-    assert (
-        re.match(r"step 2: actor.update: the gradient's norm is nan, nothing was updated: ", said) and "\n" not in said
-    )
+    assert re.match(r"step 2: actor.update: .*norm is nan", said) and "\n" not in said
     # Under hybrid another worker's message may come first; it names only the rows of the update.
-    assert runtime["runtime"] == "hybrid" or "advantages is nan at response token 0 of row (0, 5, 1)" in said, said
+    assert runtime["runtime"] == "hybrid" or re.search(r"advantages is nan .*\(0, 5, 1\)", said), said
     run = workshop.folder / "nan"
     assert [line["step"] for line in read_metrics(run)] == [1]
     rows = recorded(run, 2)
     assert [uid for uid in rows.uids() if uid[1:] == (5, 1)] and len(rows) == 16
     assert f"braid train {run}/config.yaml name=nan-replay trainer.steps=2 --replay {run}" in said
-    with pytest.raises(UserError, match=r"step 2: .*the gradient's norm is nan.* advantages is nan .*\(0, 5, 1\)"):
+    with pytest.raises(UserError, match=r"step 2: .*norm.*nan.*advantages.*\(0, 5, 1\)"):
         train(workshop.config("nan-replay", flow=FLOW, trainer={"steps": 2}), replay=run)
 
 
@@ -73,7 +71,7 @@ def test_implausible_learning_rate_is_reported(workshop: Workshop, capsys: pytes
     trainer = {"steps": 1, "learning_rate": 100.0}
     workshop.run("fast", trainer=trainer)
     said = capsys.readouterr()
-    assert "the learning rate of actor is 100; RL trains at 1e-7 to 1e-4" in said.out + said.err
+    assert "learning rate of actor is 100" in said.out + said.err
     workshop.run("usual", trainer={"steps": 1})
     said = capsys.readouterr()
     assert "learning rate" not in said.out + said.err

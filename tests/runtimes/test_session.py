@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +170,10 @@ def test_select_leaves_out_the_groups_that_it_drops(workshop: Workshop) -> None:
 
 def test_roles_that_are_not_there_or_not_trained_are_refused(workshop: Workshop) -> None:
     with Session(workshop.config(**settings())) as session:
-        with pytest.raises(AttributeError, match="no role is called 'critic' among actor, reference, reward"):
+        with pytest.raises(AttributeError, match="'critic' among actor, reference, reward"):
             _ = session.critic
         rows = session.actor.generate(session.prompts())
-        with pytest.raises(UserError, match="reference has no optimizer: the flow grpo does not train it"):
+        with pytest.raises(UserError, match=r"reference .*no optimizer: .*grpo"):
             session.reference.update(rows, loss=loss.clip())
 
 
@@ -201,20 +200,20 @@ def test_session_rows_as_text_and_errors_name_missing_column(
         for mistake, message in (
             (
                 lambda: session.advantage.group_normalized(rows),
-                "stage advantage.group_normalized reads 'reward', which",
+                "stage advantage.group_normalized reads 'reward'",
             ),
-            (lambda: session.actor.log_probs(prompts), "stage actor.log_probs reads 'tokens', which no earlier stage"),
+            (lambda: session.actor.log_probs(prompts), r"stage actor.log_probs .*'tokens', .*no earlier"),
             (
                 lambda: session.actor.update(none, loss=loss.clip()),
-                "actor.update got no rows: a selection dropped all",
+                "actor.update got no rows",
             ),
             (
                 lambda: session.reward.score(rows),
-                "reward.score: reward has no model in flow grpo; use actor, ",
+                r"reward.score: .*flow grpo; use actor",
             ),
-            (lambda: session.actor.generat(rows), "actor has no stage 'generat'. Did you mean 'generate'?"),
+            (lambda: session.actor.generat(rows), r"actor .*'generat'.* mean 'generate'"),
         ):
-            with pytest.raises(UserError, match=re.escape(message)):
+            with pytest.raises(UserError, match=message):
                 mistake()
     with pytest.raises(UserError, match="the session is closed"):
         session.actor.log_probs(rows)
@@ -224,16 +223,14 @@ def test_an_exception_in_a_users_method_has_its_line(workshop: Workshop, tmp_pat
     (tmp_path / "own.py").write_text(FAILING)
     with Session(workshop.config(**settings())) as session:
         rows = session.actor.generate(session.prompts())
-        with pytest.raises(
-            UserError, match=r"^actor.surprise raised ZeroDivisionError: .* \(own.py:9\); mend the function$"
-        ):
+        with pytest.raises(UserError, match=r"^actor.surprise raised ZeroDivisionError: .*\(own.py:9\); mend"):
             session.run(actor.method(f"{tmp_path / 'own.py'}:Own.surprise"), rows)
 
 
 def test_what_a_loop_cannot_do_is_refused(workshop: Workshop) -> None:
-    with pytest.raises(UserError, match="runtime=streaming has one for each stage; write runtime=hybrid"):
+    with pytest.raises(UserError, match=r"runtime=streaming .*; write runtime=hybrid"):
         Session(workshop.config(**{**settings("streaming"), "placement": "colocate"}))
-    with pytest.raises(UserError, match="suspends responses, and a session resumes none"):
+    with pytest.raises(UserError, match=r"suspends .*session resumes none"):
         Session(workshop.config(**merged(settings(), {"rollout": {"tokens_per_iteration": 4}})))
     with pytest.raises(UserError, match="start the script by `torchrun`"):
         Session(workshop.config(**{**settings("distributed"), "placement": "colocate"}))
@@ -388,9 +385,7 @@ def test_scoring_role_uses_its_own_tokenizer(workshop: Workshop, warm_cluster: W
 
 def test_role_with_compared_tokens_refuses_own_tokenizer(workshop: Workshop) -> None:
     other = in_other_tokens(write_scorer(workshop.folder / "same", workshop.model), workshop.folder / "other")
-    with pytest.raises(
-        UserError, match=r"roles.critic.model: .* another tokenizer .* unless one only scores and is not trained"
-    ):
+    with pytest.raises(UserError, match=r"roles.critic.model: .*another tokenizer .*scores .*not trained"):
         Session(workshop.config(flow="ppo", algorithm={"reward": "verify"}, roles={"critic": {"model": str(other)}}))
 
 

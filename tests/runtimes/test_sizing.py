@@ -151,7 +151,7 @@ def test_braid_eval_chooses_its_slots(workshop: Workshop) -> None:
 
 def test_an_evaluation_on_a_device_that_is_not_there_is_refused_in_one_line(workshop: Workshop) -> None:
     config = workshop.config(device="cuda", data={"eval": {"held_out": str(workshop.data)}})
-    with pytest.raises(UserError, match="device=cuda: torch sees no CUDA device here"):
+    with pytest.raises(UserError, match=r"device=cuda: .*no CUDA device"):
         evaluate_model(config)
 
 

@@ -118,7 +118,7 @@ def test_eight_bit_moments_train_like_float32_in_a_quarter_of_memory() -> None:
         ({"dtype": "float64", "trainer": {"lora": LORA}}, r"trainer\.lora\.base_dtype=nf4: float64 weights"),
         (
             {"runtime": "distributed", "workers": 2, "trainer": {"lora": LORA, "layout": {"shard": "full"}}},
-            r"trainer\.lora\.base_dtype=nf4: ranks cannot divide 4-bit weights, and trainer\.layout",
+            r"trainer\.lora\.base_dtype=nf4: .*4-bit weights, .*trainer\.layout",
         ),
         (
             {
@@ -126,7 +126,7 @@ def test_eight_bit_moments_train_like_float32_in_a_quarter_of_memory() -> None:
                 "workers": 2,
                 "trainer": {"layout": {"shard": "full"}, "optimizer": "adamw8bit"},
             },
-            r"trainer\.optimizer=adamw8bit keeps moments that ranks cannot divide, and trainer\.layout divides actor",
+            r"trainer\.optimizer=adamw8bit .*moments .*trainer\.layout divides actor",
         ),
     ],
 )

@@ -192,7 +192,7 @@ class Forgetful(torch.optim.SGD):
 
 
 def test_an_optimizer_that_leaves_a_parameter_out_is_refused_by_its_name() -> None:
-    with pytest.raises(UserError, match=r"does not train model\.norm\.weight; pass every pair") as caught:
+    with pytest.raises(UserError, match=r"model\.norm\.weight; pass every pair") as caught:
         check_optimizer(trainer(optimizer=f"{__file__}:Forgetful"))
     assert "\n" not in str(caught.value)
 
@@ -236,7 +236,7 @@ def test_an_override_that_the_optimizer_does_not_have_is_refused_in_one_line() -
     p = parameter(1.0)
     optimizer = make(p, optimizer="sgd")
     backward(optimizer, {"tokens": p.sum()})
-    with pytest.raises(UserError, match=r"optim_step: betas is not a setting of trainer\.optimizer=sgd") as caught:
+    with pytest.raises(UserError, match=r"optim_step: betas .*trainer\.optimizer=sgd") as caught:
         optimizer.step({"tokens": 1.0}, 1, StepOverrides(betas=(0.9, 0.99)))
     assert "\n" not in str(caught.value)
 
@@ -247,7 +247,5 @@ def test_optimizer_state_that_cannot_be_sharded_is_refused() -> None:
     backward(optimizer, {"tokens": p.sum()})
     optimizer.step({"tokens": 1.0}, 1)
     optimizer.optimizer.state[optimizer.masters[0]]["history"] = [1.0]
-    with pytest.raises(
-        UserError, match=r"trainer.optimizer=torch.optim:NAdam keeps 'history', which is no tensor of its"
-    ):
+    with pytest.raises(UserError, match=r"trainer.optimizer=torch.optim:NAdam .*'history', .*no tensor"):
         optimizer.state()

@@ -133,13 +133,13 @@ def test_versions_are_served_until_they_are_forgotten_or_changed(offer: WeightOf
     assert torch.equal(dict(first.tensors())["norm"], TENSORS["norm"])
     assert torch.equal(dict(second.tensors())["norm"], torch.ones(3))
     offer.forget(1)
-    with pytest.raises(TransferError, match="the weights have changed since that version"):
+    with pytest.raises(TransferError, match="have changed since that version"):
         dict(first.tensors())
     current = True
     third = offer.keep(3, full_parts(TENSORS.items()), lambda: current)
     assert len(dict(third.tensors())) == len(TENSORS)
     current = False
-    with pytest.raises(TransferError, match="the weights have changed since that version"):
+    with pytest.raises(TransferError, match="have changed since that version"):
         dict(third.tensors())
 
 
@@ -156,7 +156,7 @@ def test_another_models_worker_refuses_the_weights_and_keeps_its_own(offer: Weig
     own = full_parts({"norm": torch.zeros(3)}.items())
     with (
         kept(offer).asked(1) as notice,
-        pytest.raises(ValueError, match="the weights given are not those of this model"),
+        pytest.raises(ValueError, match="not those of this model"),
     ):
         Incoming(notice, 0, CPU).put_into(own, {"norm": torch.Size([3])})
     assert not own["norm"].local.any()
@@ -168,7 +168,7 @@ def test_missing_worker_is_waited_for_only_until_the_time_limit() -> None:
         source = kept(offer)
         with (
             source.asked(2) as notice,
-            pytest.raises(TransferError, match=r"2 of 3 processes joined the weight transfer in 0.5 s"),
+            pytest.raises(TransferError, match=r"2 of 3 processes .*0.5 s"),
         ):
             dict(Incoming(notice, 0, CPU).tensors())
 

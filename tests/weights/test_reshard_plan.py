@@ -242,13 +242,13 @@ def test_every_round_uses_each_link_equally() -> None:
 
 def test_what_no_rank_has_is_said() -> None:
     group = alike([(0, Box((0, 0), (2, 4)))], [(1, Box.whole((4, 4)))], 1, (4, 4))
-    with pytest.raises(ValueError, match=r"no rank has layer at \(2, 0\), which rank 1 wants"):
+    with pytest.raises(ValueError, match=r"layer at \(2, 0\),.*rank 1"):
         plan_moves([group], 0, 2)
 
 
 def test_byte_limit_below_one_element_per_peer_is_refused() -> None:
     group = alike([(0, Box.whole((3, 4)))], [(1, Box.whole((3, 4))), (2, Box.whole((3, 4)))], 1)
-    with pytest.raises(ValueError, match="8 bytes are too few for a round with 2 streams"):
+    with pytest.raises(ValueError, match=r"8 bytes .*round with 2 streams"):
         plan_moves([group], 0, 3).rounds_needed(8)
 
 

@@ -95,7 +95,5 @@ def test_weights_under_other_names_are_divided_too(folders: dict[str, Path], tmp
 
 
 def test_heads_that_do_not_divide_are_the_users_mistake() -> None:
-    with pytest.raises(
-        UserError, match=r"rollout.tensor=4 does not divide the model's 2 key/value heads; write a number"
-    ):
+    with pytest.raises(UserError, match=r"rollout.tensor=4 .*2 key/value heads; write"):
         check_heads({"num_attention_heads": 4, "num_key_value_heads": 2}, 4)

@@ -79,6 +79,6 @@ def test_shapes_need_no_reading_and_damaged_files_raise_one_line_errors(
     assert shapes_in(WeightFiles(tiny_models["llama"])) == shapes_of(model)
     content = (tiny_models["llama"] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"model\.safetensors cannot be read: .*; copy it whole") as caught:
+    with pytest.raises(UserError, match=r"model\.safetensors .*; copy it whole") as caught:
         WeightFiles(tmp_path)
     assert "\n" not in str(caught.value)

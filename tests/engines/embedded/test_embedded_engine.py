@@ -255,7 +255,7 @@ def test_an_engine_of_another_dtype_follows_the_trained_weights_at_publication()
 
 def test_requests_that_cannot_be_answered_are_refused() -> None:
     engine = make_engine()
-    with pytest.raises(UserError, match=r"row \(0, 0, 0\): a prompt of 128 tokens leaves no room"):
+    with pytest.raises(UserError, match=r"row \(0, 0, 0\): .*128 tokens"):
         engine.generate([Request((0, 0, 0), torch.zeros(128, dtype=torch.int64), SAMPLED)])
     with pytest.raises(ValueError, match="under way already"):
         engine.generate(make_requests(1, 1, SAMPLED) * 2)

@@ -148,9 +148,7 @@ def test_a_server_that_refuses_weights_fails_before_the_trainer_waits(vllm_serve
     deaf = replace(VLLM, receive=lambda notice, label: [("/no_such_place", notice)])
     with closing(Asked(deaf, vllm_server.url, sending=True)) as asked:
         start = time.monotonic()
-        with pytest.raises(
-            EngineError, match=r"the weights of http://\S+ could not be changed: .*/no_such_place answers 404"
-        ):
+        with pytest.raises(EngineError, match=r"weights of http://\S+ .*/no_such_place answers 404"):
             asked.runner.run(asked.engine.update_weights(1, ModelWeights(MODEL)))
         assert time.monotonic() - start < 60
 
@@ -200,7 +198,7 @@ def test_a_restarted_server_serves_no_row_before_it_has_current_weights() -> Non
     engine, (request, *_) = asked.engine, requests(subject(asked), 1)
     asked.runner.run(engine.update_weights(2, other_weights()))
     asked.speaker.weights = "default"
-    with pytest.raises(EngineError, match="was restarted, or given weights by another program: it has 'default'"):
+    with pytest.raises(EngineError, match=r"was restarted, .*has 'default'"):
         asked.runner.run(engine.submit(request))
     assert asked.runner.run(engine.recover()) == -1
     asked.runner.run(engine.update_weights(2, other_weights()))
@@ -234,7 +232,7 @@ def test_a_run_whose_server_takes_no_weights_ends_before_it_trains(workshop: Wor
             {"enable_deterministic_inference": True, "context_length": 9},
             f"start it with --context-length {LIMIT}",
         ),
-        (VLLM, {}, "could not be given weights: start it with VLLM_SERVER_DEV_MODE=1"),
+        (VLLM, {}, r"weights: start .*VLLM_SERVER_DEV_MODE=1"),
     ],
 )
 def test_an_unsuitable_server_is_refused_with_the_option_it_lacks(
@@ -262,9 +260,7 @@ def test_a_server_that_does_not_answer_is_a_user_error() -> None:
         finally:
             await engine.close()
 
-    with pytest.raises(
-        UserError, match=r"http://127.0.0.1:9 does not answer: .*; start it, or correct rollout.servers"
-    ):
+    with pytest.raises(UserError, match=r"http://127.0.0.1:9 .*; start it, .*rollout.servers"):
         asyncio.run(connect())
 
 
@@ -273,9 +269,9 @@ def test_a_server_that_does_not_answer_is_a_user_error() -> None:
     [
         (
             "<html>welcome</html>",
-            r"/server_info\?config_format=json answers no JSON object: <html>.*; start it, or correct",
+            r"/server_info\?config_format=json .*JSON object: <html>.*; start",
         ),
-        ("[]", r"answers no JSON object: \[\]; start it, or correct rollout.servers"),
+        ("[]", r"JSON object: \[\]; start .*rollout.servers"),
         (
             '{"model_path": "of another dialect"}',
             r"another project's server \('vllm_config'\); correct rollout.servers",

@@ -98,14 +98,10 @@ def test_pools_between_which_weights_cannot_go_are_refused(workshop: Workshop) -
     apart = {**GRPO, **pools(("actor.generate", 1), ("actor reference", 1))}
     backend = "examples/plugins/backend.py:PlainBackend"
     assert "cannot send weights to another pool" in refused(workshop, **apart, roles={"actor": {"backend": backend}})
-    assert "rollout.grouping is for ranks that train actor" in refused(
-        workshop, **apart, rollout={"grouping": "neighbour"}
-    )
+    assert "rollout.grouping is for ranks that train" in refused(workshop, **apart, rollout={"grouping": "neighbour"})
 
 
 def test_pools_with_devices_of_different_kinds_are_refused() -> None:
     check_devices_alike("actor", "cuda", "cuda")
-    with pytest.raises(
-        UserError, match="actor trains on cuda and generates on cpu; give both pools devices of one kind"
-    ):
+    with pytest.raises(UserError, match=r"actor trains on cuda .*cpu; give"):
         check_devices_alike("actor", "cuda", "cpu")

@@ -157,13 +157,13 @@ def test_user_method_runs_as_stage_under_every_runtime(workshop: Workshop, warm_
 
 def test_mistakes_are_named_in_one_line(workshop: Workshop, warm_cluster: WarmCluster, own: Path) -> None:
     with Session(workshop.config(**settings(own, "Probe"))) as session:
-        with pytest.raises(UserError, match=r"Probe has no method 'ad' with @register.*'add'"):
+        with pytest.raises(UserError, match=r"Probe .*'ad' with @register.*'add'"):
             session.actor.ad(1)
-        with pytest.raises(UserError, match=r"Probe has no method 'unregistered' with @register"):
+        with pytest.raises(UserError, match=r"Probe .*'unregistered' with @register"):
             session.actor.unregistered()
         with pytest.raises(UserError, match=r"write roles.reference.methods=file.py:Class"):
             session.reference.note(1)
-        with pytest.raises(UserError, match=r"actor.forget returned \['place'\] and is registered with writes="):
+        with pytest.raises(UserError, match=r"actor.forget returned \['place'\] .*writes="):
             session.index(session.actor.forget(session.prompts()))
 
 

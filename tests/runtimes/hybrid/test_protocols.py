@@ -117,7 +117,7 @@ def test_one_rank_per_pipeline_stage_answers() -> None:
 
 def test_user_protocol_from_file_keeps_contract() -> None:
     check_protocol(PROTOCOLS.find(f"{OWN}:IN_TURN"))
-    with pytest.raises(UserError, match=r"no transfer protocol is called 'DB'.*DP.*Your own is written module:name"):
+    with pytest.raises(UserError, match=r"'DB'.*DP.*Your own is written module:name"):
         register(protocol="DB")
     with pytest.raises(UserError, match="has no TransferProtocol 'in_turn'"):
         register(protocol=f"{OWN}:in_turn")
@@ -146,12 +146,12 @@ def backwards(mesh: Mesh, calls: RankCalls, results: list[Numbered]) -> Numbered
 @pytest.mark.parametrize(
     ("distribute", "collect", "message"),
     [
-        (twice, DP.collect, "WRONG of 1 rows on 2 workers: collect returns rows"),
-        (without_the_last, DP.collect, "of 1 rows on 1 workers: distribute gives rows"),
-        (one_call, DP.collect, "of 0 rows on 2 workers: distribute has 1 entries"),
+        (twice, DP.collect, r"WRONG .*1 rows on 2.*: collect"),
+        (without_the_last, DP.collect, "1 rows on 1 workers: distribute"),
+        (one_call, DP.collect, r"0 rows on 2.*: distribute .*1"),
         (no_rank, DP.collect, "distribute calls no rank"),
-        (lambda mesh, rows, *_: DP.distribute(mesh, rows), DP.collect, "loses or changes what is not rows"),
-        (DP.distribute, backwards, "of 2 rows on 2 workers: collect returns rows .*in their order"),
+        (lambda mesh, rows, *_: DP.distribute(mesh, rows), DP.collect, r"loses or changes .*not rows"),
+        (DP.distribute, backwards, r"2 rows on 2.*: collect.* order"),
     ],
 )
 def test_the_contract_names_a_protocols_fault(distribute: Any, collect: Any, message: str) -> None:
@@ -178,7 +178,7 @@ def test_register_accepts_protocol_object_instead_of_name() -> None:
 def test_unknown_protocols_and_unregistered_methods_are_refused() -> None:
     with pytest.raises(UserError, match=r"no transfer protocol is called 'ONE_TO_AL'.*ONE_TO_ALL"):
         register(protocol="ONE_TO_AL")
-    with pytest.raises(UserError, match=r"Worker has no method 'unregistered' with @register"):
+    with pytest.raises(UserError, match=r"Worker .*'unregistered' with @register"):
         registration_of(Worker, "unregistered")
     with pytest.raises(UserError, match=r"Worker has no method 'ecko'.*'echo'"):
         registration_of(Worker, "ecko")

@@ -52,12 +52,11 @@ def test_an_ignored_setting_is_reported_before_the_first_step(
         (
             0.99,
             "bfloat16",
-            r"reference.update: decay=0.99 moves weights by less than bfloat16 can represent; write "
-            r"roles.reference.dtype=float32",
+            r"reference.update: decay=0.99 .*bfloat16 .*write roles.reference.dtype=float32",
         ),
         (0.5, "bfloat16", None),
         (0.99, "float32", None),
-        (1.0, "float32", "share of the old weights from 0 to below 1, got 1"),
+        (1.0, "float32", r"old weights .*0 .*, got 1"),
     ],
 )
 def test_an_average_that_would_not_move_is_refused(

@@ -61,9 +61,7 @@ def test_a_tokenizer_that_cannot_be_written_is_copied_with_a_warning(
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", refuse)
     run = workshop.run(trainer={"steps": 1})
-    assert (
-        "its tokenizer cannot be written as transformers would (this tokenizer is read only)" in capfd.readouterr().err
-    )
+    assert "(this tokenizer is read only)" in capfd.readouterr().err
     saved = AutoTokenizer.from_pretrained(run / "checkpoints" / "step-1" / "actor")
     assert saved.get_vocab() == AutoTokenizer.from_pretrained(workshop.model).get_vocab()
 
@@ -89,7 +87,7 @@ def test_a_report_without_its_template_ends_the_run_before_its_first_step(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("braidrl.observe.report.TEMPLATES.get_template", lambda _: Path("/nowhere/report").read_text())
-    assert refused(workshop).startswith("the run's report cannot be written (FileNotFoundError")
+    assert refused(workshop).startswith("the run's report cannot be written")
 
 
 class InReadOnlyFolder:
@@ -113,7 +111,7 @@ def test_a_damaged_recording_ends_a_replay_before_its_first_step(workshop: Works
     recorded = workshop.run("recorded", trackers=[])
     last = rollout_path(recorded, 2)
     last.write_bytes(last.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"step-2\.parquet cannot be read as a recording"):
+    with pytest.raises(UserError, match=r"step-2\.parquet .*as a recording"):
         TrainingRun(workshop.config(trackers=[]), replay=recorded)
     assert not (workshop.folder / "run").exists()
 

@@ -36,8 +36,7 @@ def test_a_token_beyond_the_embedding_in_the_data_is_refused_with_both_sizes(wor
     records = sums(4)
     records[2]["prompt"] += WORD
     data = write_jsonl(workshop.folder / "beyond.jsonl", records)
-    sizes = rf"the tokenizer has {SIZE + 1} tokens and the embedding of actor, .* has {SIZE}"
-    expected = rf"beyond.jsonl, line 3: {sizes}: token {SIZE}, '<tool>'"
+    expected = rf"beyond.jsonl, line 3:.* {SIZE + 1} .*{SIZE}:.*'<tool>'"
     for sections in (
         {"data": {"train": str(data)}},
         {"data": {"train": str(workshop.data), "eval": {"test": str(data)}}},
@@ -50,9 +49,7 @@ def test_a_token_beyond_the_embedding_in_the_data_is_refused_with_both_sizes(wor
 
 def test_an_end_of_sequence_beyond_the_embedding_is_refused(workshop: Workshop) -> None:
     model = model_with_one_more_token(workshop, eos_token=WORD)
-    with pytest.raises(
-        UserError, match=f"eos_token_id of the tokenizer is {SIZE}, and the model has the tokens 0 to {SIZE - 1}"
-    ):
+    with pytest.raises(UserError, match=rf"eos_token_id .* {SIZE},.* 0 to {SIZE - 1}"):
         workshop.run(model=str(model))
 
 
@@ -78,5 +75,5 @@ def beyond(texts: list[str], example: dict[str, object]) -> object:
 def test_an_environments_token_beyond_the_embedding_ends_in_one_line(workshop: Workshop) -> None:
     model = model_with_one_more_token(workshop)
     rollout = {"environment": f"{__file__}:beyond", "max_sequence_tokens": 60}
-    with pytest.raises(UserError, match=f"token {SIZE} of its prompt is beyond the model's embedding of {SIZE} tokens"):
+    with pytest.raises(UserError, match=rf"token {SIZE} .*embedding of {SIZE} tokens"):
         workshop.run(model=str(model), rollout=rollout)

@@ -91,7 +91,7 @@ def test_background_write_error_ends_run_at_next_step(workshop: Workshop, monkey
 
     monkeypatch.setattr(checkpoint, "write_files", full)
     with (
-        pytest.raises(UserError, match=r"the checkpoint of step 2 could not be written .*No space left") as caught,
+        pytest.raises(UserError, match=r"checkpoint of step 2.*No space") as caught,
         TrainingRun(workshop.config(**with_trainer(steps=50, checkpoint_every=1))) as run,
     ):
         run.train()
@@ -216,7 +216,7 @@ def test_workers_killed_during_background_write_resume_from_previous(workshop: W
 def test_failed_worker_write_ends_run_in_one_line(workshop: Workshop, runtime: str) -> None:
     config = workshop.config(f"full-{runtime}", **in_processes(runtime, steps=50, checkpoint_every=1))
     (workshop.folder / f"full-{runtime}.full").touch()
-    message = r"the checkpoint of step 1 could not be written .*No space left"
+    message = r"checkpoint of step 1.*No space"
     with TrainingRun(config) as run, pytest.raises(UserError, match=message) as caught:
         run.train()
     assert "\n" not in str(caught.value) and 1 <= run.step <= 3

@@ -84,7 +84,7 @@ def test_damaged_checkpoint_error_names_whole_one_and_overwrites_nothing(
     with pytest.raises(UserError) as caught:
         train(run_config(run), resume=run)
     said = str(caught.value)
-    assert name in said and f"step-1 is whole, go on from it with `braid train --resume {run} --newest-whole`" in said
+    assert name in said and f"`braid train --resume {run} --newest-whole`" in said
     assert "\n" not in said
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="nothing was exported"):
@@ -111,7 +111,7 @@ def test_a_run_without_an_intact_checkpoint_is_reported(run: Path) -> None:
 @pytest.mark.parametrize("named", ["step-9", "../../elsewhere", "/", "", "\x00\x93", "step-2/actor"])
 def test_a_pointer_to_no_checkpoint_of_the_run_is_refused(run: Path, named: str) -> None:
     (run / "checkpoints" / "latest").write_text(named)
-    with pytest.raises(UserError, match=r"no checkpoint of this run; write step-2 into it"):
+    with pytest.raises(UserError, match=r"no checkpoint .*write step-2"):
         resume_point(run)
 
 
@@ -135,7 +135,7 @@ def test_missing_lines_of_metrics_are_reported(run: Path, lost: list[str], capsy
     path.write_text("".join(line + "\n" for line in kept))
     train(run_config(run), resume=run)
     said = " ".join("".join(capsys.readouterr()).split())
-    assert f"lacks steps that this run has made: {', '.join(lost)}; it goes on without them" in said
+    assert f"{', '.join(lost)}; it goes on" in said
 
 
 def test_a_checkpoint_without_a_manifest_is_refused_whatever_format_it_names(run: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_checkpoint_without_a_manifest_is_refused_whatever_format_it_names(run
     with pytest.raises(UserError, match=r"manifest\.json is missing"):
         train(run_config(run), resume=run)
     write_manifest(folder)
-    with pytest.raises(UserError, match="checkpoint format 1; this version reads 2"):
+    with pytest.raises(UserError, match=r"format 1; .*reads 2"):
         train(run_config(run), resume=run)
 
 
@@ -178,7 +178,7 @@ def test_a_run_that_lives_is_not_resumed_a_second_time(run: Path) -> None:
         [sys.executable, "-c", held, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
     )
     assert other.stdin and other.stdout and other.stdout.readline() == b"held\n"
-    with pytest.raises(UserError, match=r"is being trained by another process; wait until"):
+    with pytest.raises(UserError, match="by another process; wait until"):
         train(run_config(run), resume=run)
     other.kill()
     other.wait()
@@ -193,5 +193,5 @@ def test_rows_that_several_workers_have_kept_are_no_role_to_export(run: Path) ->
     (checkpoint / "actor").rename(checkpoint / "reward")
     write_manifest(checkpoint)
     assert "from" in export_model(run, run.parent / "exported")
-    with pytest.raises(UserError, match="holds no role 'critic', only reward; name one"):
+    with pytest.raises(UserError, match="role 'critic', only reward; name one"):
         export_model(run, run.parent / "again", "critic")

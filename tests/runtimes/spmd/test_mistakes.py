@@ -21,7 +21,7 @@ FAILING = Path(__file__).parents[1] / "failing.yaml"
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"placement": "standalone"}, "runtime=distributed has all roles on every rank"),
+        ({"placement": "standalone"}, "runtime=distributed has all roles"),
         ({"roles": {"actor": {"generate_workers": 1}}}, "roles.actor.generate_workers is gone: every rank generates"),
         ({"trainer": {"surplus": "keep"}}, "trainer.surplus=keep"),
         ({"flow": "grop"}, "grpo"),
@@ -49,10 +49,7 @@ def test_failed_stage_names_rows_and_leaves_nothing(workshop: Workshop) -> None:
     assert process.returncode == 1, said
     first, *rest = said[said.index("braid: ") :].removeprefix("braid: ").splitlines()
     # Four groups of four rows on two ranks: the second has those from group 2 on.
-    assert first.startswith(
-        "rank 1 failed in step 1, fails_on_rank_1 on 8 rows (source, group, sample): (0, 2, 0) (0, 2, 1) (0, 2, 2) "
-        "(0, 2, 3)"
-    )
+    assert re.match(r"rank 1 .*step 1, fails_on_rank_1 .*8 rows .*: \(0, 2, 0\) .*\(0, 2, 3\)", first)
     assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)
     assert rest[-1] == "ValueError: no such luck", "the worker's own traceback is printed last"
 

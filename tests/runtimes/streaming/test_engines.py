@@ -130,22 +130,22 @@ def test_a_server_of_vllms_own_draws_the_tokens_of_one_process(
     [
         (
             {"trainer": {"layout": {"tensor": 2}}, "streaming": {"workers": {"actor": 3}}},
-            r"make 2 devices and there are 3; write numbers that multiply to 3, or streaming.workers.actor=2",
+            r"2 devices .*3; write numbers .*streaming.workers.actor=2",
         ),
         (
             {
                 "rollout": {"engine": "http", "servers": "http://127.0.0.1:9"},
                 "streaming": {"workers": {"actor.generate": 2}},
             },
-            "each process asks servers of its own; write streaming.workers.actor.generate=1",
+            r"servers .*; write streaming.workers.actor.generate=1",
         ),
         (
             {"rollout": {"grouping": "gather"}},
-            "rollout.grouping=gather shards the embedded engine over ranks that train and generate",
+            r"rollout.grouping=gather .*embedded engine",
         ),
         (
             {"rollout": {"pipeline": 2}},
-            "rollout.pipeline=2 shards the embedded engine over ranks that train and generate",
+            r"rollout.pipeline=2 .*embedded engine",
         ),
     ],
 )

@@ -94,7 +94,7 @@ def test_ranks_that_share_experts_balance_and_adapt_as_one_process(mixture: str,
 
 def test_an_expert_axis_that_divides_no_devices_is_refused_in_one_line() -> None:
     assert ParallelLayout(expert=4, tensor=2).resolve(4).data == 2
-    with pytest.raises(UserError, match="expert=3 does not divide the 4 devices") as caught:
+    with pytest.raises(UserError, match=r"expert=3 .*4 devices") as caught:
         ParallelLayout(expert=3).resolve(4)
     assert "\n" not in str(caught.value)
 
@@ -105,7 +105,7 @@ def test_an_expert_axis_that_does_not_fit_the_model_is_refused_in_one_line(
     assert [len(experts_of(layer)) for layer in load_decoder(mixture).model.layers] == [1] * 4
     for experts, message in (
         (None, "is for models with experts"),
-        (6, "has 6 experts, which expert=4 does not divide"),
+        (6, "6 experts, which expert=4"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             check_experts(experts, 4)

@@ -169,21 +169,19 @@ def test_groups_are_never_split_and_an_oversized_one_is_named() -> None:
         for batch in plan:
             taken = [groups[row] for row in batch]
             assert all(taken.count(group) == 2 for group in taken)
-    with pytest.raises(
-        UserError, match=r"group 3, which must stay whole, has 18 tokens and trainer.max_tokens_per_device=17"
-    ):
+    with pytest.raises(UserError, match=r"group 3, .*18 tokens .*trainer.max_tokens_per_device=17"):
         plan_micro_batches([10, 9, 8, 7, 6, 5], 17, groups=groups)
 
 
 def test_a_frozen_role_without_a_trained_head_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="has no trained score head; train one by the recipe reward_model"):
+    with pytest.raises(UserError, match=r"score head; train .*recipe reward_model"):
         load_scorer(folder / "model", fresh_head=False)
 
 
 def test_a_classifier_of_several_labels_is_refused(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=3)
     model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="classifies into 3 labels; a critic or reward model has one"):
+    with pytest.raises(UserError, match=r"3 labels; .*critic or reward"):
         load_scorer(tmp_path)
 
 
