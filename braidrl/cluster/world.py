@@ -404,8 +404,9 @@ class World:
             gathered = self.peers.all_gather_rows(torch.cat(parts, dim=1), counts)
         found, start = dict[str, Tensor](), 0
         for (name, column), part in zip(columns.items(), parts, strict=True):
-            values = gathered[:, start : start + part.shape[1]].contiguous().view(column.dtype)
-            found[name] = values.reshape(-1, *column.shape[1:])
+            # A slice of one row is contiguous where it is, at any offset.
+            values = gathered[:, start : start + part.shape[1]].clone(memory_format=torch.contiguous_format)
+            found[name] = values.view(column.dtype).reshape(-1, *column.shape[1:])
             start += part.shape[1]
         return found
 
