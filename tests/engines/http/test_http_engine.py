@@ -482,5 +482,5 @@ def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: 
 
 def test_a_server_that_has_died_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(servers, "FORKED", "raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match="did not start; its exit status is 3"):
+    with pytest.raises(RuntimeError, match=r"did not start; .*status is 3"):
         VllmServer(tmp_path)
