@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from braidrl.cluster.membership import RepairBudget
@@ -110,6 +112,14 @@ def test_failed_library_collective_names_missing_ranks_other_errors_pass() -> No
         )
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), world.supervised("a sum"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_columns_of_a_single_row_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0, 2, object())  # type: ignore[arg-type]
+    monkeypatch.setattr(World, "peers", SimpleNamespace(all_gather_rows=lambda rows, counts: rows))
+    columns = {"sample": torch.tensor([3], dtype=torch.uint8), "length": torch.tensor([300], dtype=torch.int16)}
+    gathered = world.gather_columns("index columns", columns, torch.tensor([1, 0]))
+    assert {name: column.tolist() for name, column in gathered.items()} == {"sample": [3], "length": [300]}
 
 
 def test_a_function_that_is_not_there_is_named() -> None:
