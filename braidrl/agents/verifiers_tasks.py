@@ -1,7 +1,7 @@
 """Tasks of the package `verifiers`, 0.4 or later, played in the trajectory's own process.
 
-taskset ──a task──▶ harness, a program in `TrajectoryRuntime` ──its requests──▶ verifiers' relay ──▶ the endpoint
-                                                                     the task's rewards ◀── the trace
+taskset ──a task──▶ environment ──▶ harness, a program in `TrajectoryRuntime` ──its requests──▶ verifiers' relay ──▶ the
+                                                                     rewards ◀── the trace                     endpoint
 
 The harness, its tools and the task's hooks are processes of the trajectory's process: the sandbox that walls this one
 in walls them in too.
@@ -12,13 +12,18 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.agent import Agent, Agents, Interaction
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.episode import EnvInfo, Episode
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
-from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+from verifiers.v1.trace import TraceTask
+from verifiers.v1.utils.loaders import env_config_type, load_environment
 
 from braidrl.errors import UserError
 from braidrl.importing import import_function
@@ -49,8 +54,27 @@ class TrajectoryRuntime(SubprocessRuntime):
         return [sys.executable, str(self.workdir / path)]
 
 
+class TrajectoryAgent(Agent):
+    """The agent of an episode: its programs run in the trajectory's runtime."""
+
+    def __init__(self, config: vf.AgentConfig, runtime: TrajectoryRuntime) -> None:
+        super().__init__(config)
+        self.runtime, self.traces = runtime, list[vf.Trace]()
+
+    async def run(self, task: Any, **more: Any) -> vf.Trace:
+        trace: vf.Trace = await super().run(task, **{"runtime": self.runtime, **more})
+        self.traces.append(trace)
+        return trace
+
+    @asynccontextmanager
+    async def interaction(self, task: Any, **more: Any) -> AsyncIterator[Interaction]:
+        async with super().interaction(task, **{"runtime": self.runtime, **more}) as interaction:
+            self.traces.append(interaction.trace)
+            yield interaction
+
+
 class TaskSets:
-    """A taskset and the harness that plays it, as an agent of a row."""
+    """A taskset with its environment, and the harness that plays it, as an agent of a row."""
 
     def __init__(self, name: str, harness: str, settings: Mapping[str, Any]) -> None:
         """Load the taskset `name`, installed or of a file, with settings of its configuration.
@@ -59,11 +83,16 @@ class TaskSets:
         """
         try:
             place = imported(name) if name.endswith(".py") else name
-            config = taskset_config_type(place).model_validate({"id": place, **settings})
-            self._taskset = load_taskset(config)
+            kind = env_config_type(place)
+            roles = list(agent_config_fields(kind()))
+            if len(roles) != 1:
+                raise ValueError(f"its environment has {len(roles)} agents, {', '.join(roles)}, and Braid plays one")
+            own = {role: {"harness": {"id": harness}} for role in roles}
+            self._environment = load_environment(kind.model_validate({"taskset": {"id": place, **settings}, **own}))
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())[:500]
             raise UserError(f"environment verifiers:{name}: {type(error).__name__}: {said}") from error
+        self._taskset = self._environment.taskset
         self._tasks = list(self._taskset) if self._taskset.bounded else None
         self._harness = harness
 
@@ -75,15 +104,22 @@ class TaskSets:
             harness={"id": self._harness}, runtime=vf.SubprocessConfig(), model="actor", client=client
         )
         runtime = TrajectoryRuntime(vf.SubprocessConfig())
+        agent, task, environment = TrajectoryAgent(config, runtime), self._task(example["group"]), self._environment
+        agents = Agents(environment.config, lambda name, given: agent)
         await runtime.start()
         try:
-            trace = await vf.make_agent(config).run(self._task(example["group"]), runtime=runtime)
+            await environment.setup(agents)
+            await environment.run(task, agents)
+            about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+            episode = Episode(env=EnvInfo(id=environment.config.env_id), task=about, traces=agent.traces)
+            await environment.finalize(task, episode)
         finally:
             await runtime.stop()
-        if not trace.ok:
-            reasons = "; ".join(f"{error.type}: {error.message}" for error in trace.errors)
-            raise RuntimeError(f"its rollout failed: {reasons}"[:600])
-        return float(trace.reward)
+        errors = [error for trace in agent.traces if not trace.ok for error in trace.errors]
+        if errors or not agent.traces:
+            reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            raise RuntimeError(f"its rollout failed: {reasons or 'its environment ran no agent'}"[:600])
+        return sum(float(trace.reward) for trace in agent.traces) / len(agent.traces)
 
     def _task(self, number: int) -> Any:
         if self._tasks is not None:

@@ -16,9 +16,10 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
+from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.environments import environments
 from braidrl.agents.libraries import LIBRARIES
-from braidrl.agents.player import EnvironmentPlayer
+from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import Limits, Trajectory
 from braidrl.config import EnvironmentConfig, load_config
@@ -208,6 +209,28 @@ def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp
     assert gap < 1e-5, "the tokens trained are those that were generated"
     text = AutoTokenizer.from_pretrained(config.model).decode(rows["tokens"][0])
     assert re.match(r"<user> ?what is \d plus \d ?<end>", text), "the question comes from the environment's own data"
+
+
+@pytest.mark.soak
+def test_a_taskset_is_played_in_the_environment_that_it_brings() -> None:
+    if not VERIFIERS.parents[1].joinpath("installed").exists():
+        pytest.skip("make environments has not installed verifiers")
+    name = f"verifiers:{Path(__file__).with_name('verifiers_game.py')}"
+    hosts = EnvironmentHosts(EnvironmentConfig(name=name, python=VERIFIERS, timeout_s=60))
+    tokenizer = make_chat_tokenizer("chatml")
+    script, template = Script(tokenizer, ["ab", "ba"]), turn_template(tokenizer)
+
+    async def run() -> list[Trajectory]:
+        listener = hosts.listener(name)
+        async with Endpoint(script, template, SamplingParams(), 500, listener=listener) as endpoint:  # type: ignore[arg-type]
+            return await AgentPlayer(endpoint, hosts.find(name), limits=LIMITS).play(make_rows(tokenizer, ["?"]))
+
+    try:
+        (episode,) = asyncio.run(run())
+    finally:
+        hosts.close()
+    assert (episode.failure, episode.turns, episode.score) == (None, 2, 0.5), episode.detail
+    assert "say ab" in (text := tokenizer.decode(episode.tokens)) and "again" in text
 
 
 def test_invalid_environment_settings_are_refused_by_name() -> None:
