@@ -53,10 +53,10 @@ def facts_of(segment: dict[str, Any]) -> Iterator[str]:
     if "policy" in segment:
         yield segment["policy"]
     yield segment["kind"] if segment["turn"] is None else f"turn {segment['turn'] + 1}"
-    yield f"{len(segment['tokens'])} tokens"
+    yield f"{segment['count']} tokens"
     for name, value in segment.get("values", {}).items():
         yield f"{name} {figure(value)}"
-    for name in segment["tokens"][0].keys() - {"id", "text"} if segment["tokens"] else ():
+    for name in segment["tokens"][0].keys() - {"id", "text", "image"} if segment["tokens"] else ():
         numbers = [one[name] for one in segment["tokens"] if one[name] is not None]
         if numbers:
             yield f"mean {name} {figure(sum(numbers) / len(numbers))}"

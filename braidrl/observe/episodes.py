@@ -5,9 +5,12 @@ rollouts/*.parquet ──small columns──▶ RowIndex ──Filter──▶ r
 Opening a run reads only columns with one number per row; one episode reads the row group of its row.
 """
 
+import base64
+import functools
+import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from braidrl.config import ImagesConfig
 from braidrl.data.identity import FinishReason
+from braidrl.data.images import ImageStore
 from braidrl.errors import UserError, suggest
 from braidrl.observe.rollouts import (
     PROMPT_TEXT,
@@ -33,9 +38,11 @@ from braidrl.parsing import parse_yaml
 
 NUMBERS = ("source", "group", "sample", "reward", "score", "correct", "finish_reason", "length", "action_tokens")
 """Columns of the index, as far as a recording has them."""
+THUMBNAIL = 96
+"""Greatest width and height of an image on the page, in pixels."""
 PER_TURN = "turn_"
 """Prefix of the columns with one value per turn."""
-PAYLOAD = ("tokens", "action_mask", "sequence_lengths", "prompt", "metadata", PROMPT_TEXT, RESPONSE_TEXT)
+PAYLOAD = ("tokens", "action_mask", "sequence_lengths", "prompt", "metadata", "images", PROMPT_TEXT, RESPONSE_TEXT)
 MASK = "action_mask"
 
 
@@ -164,12 +171,33 @@ def tokenizer_of(run: Path) -> Tokenizer | None:
     return None if file is None else Tokenizer.from_file(str(file))
 
 
+def thumbnails(config: Path) -> Callable[[str], str]:
+    """Return a function from an image's name to a small PNG as a data: URI; empty text for one that is not there."""
+    settings = parse_yaml(config.read_text(encoding="utf-8"), str(config)) if config.is_file() else {}
+    images = ImagesConfig(**((settings.get("data") or {}).get("images") or {}))
+    store = ImageStore.of(images)
+
+    @functools.cache
+    def thumbnail(name: str) -> str:
+        try:
+            image = store.open(name)
+        except UserError:  # a run is looked at where its images are not
+            return ""
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        content = io.BytesIO()
+        image.save(content, "PNG")
+        return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
+
+    return thumbnail
+
+
 def episode(record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return a recorded row as JSON: its segments in order, numbers, metadata, and the names of other columns.
 
     A segment is a run of tokens of one kind: `context` (the prompt, or what a further sequence begins with), `model` (a
-    turn) or `observation`. Its tokens have the values of every column with a number per sampled token. The segments of
-    further policies, whose columns are in namespaces, follow with the name of their `policy`.
+    turn) or `observation`. Its tokens have the values of every column with a number per sampled token; the tokens of an
+    image are one, with its name. The segments of further policies, whose columns are in namespaces, follow with the
+    name of their `policy`.
     """
     numbers = {n: plain(record[n]) for n, about in described.items() if about["kind"] == "index" and not about["shape"]}
     for name in [name for name in numbers if name.rpartition(".")[2] == "finish_reason"]:
@@ -205,15 +233,23 @@ def segments_of(
     known = {name: record[name] for name in ragged - set(PAYLOAD) if record[name] is not None}
     per_turn = {name: v for name, v in known.items() if name.startswith(PER_TURN) and len(v) == turns}
     per_token = {name: v for name, v in known.items() if name not in per_turn and len(v) == actions}
+    spans = json.loads(record.get("images") or "[]")
     segments = [
-        segment_of(kind, turn, sequence, tokens, per_turn, first, per_token, tokenizer)
-        for kind, turn, sequence, tokens, first in segment_tokens(record)
+        segment_of(
+            kind, turn, sequence, tokens, per_turn, first, per_token, tokenizer, spans_in(spans, begin, len(tokens))
+        )
+        for kind, turn, sequence, tokens, first, begin in segment_tokens(record)
     ]
     return segments, {*per_turn, *per_token}
 
 
-def segment_tokens(record: Mapping[str, Any]) -> Iterator[tuple[str, int | None, int, list[int], int]]:
-    """Yield (kind, turn, sequence, token ids, number of the first sampled token) of each segment of a row."""
+def spans_in(spans: Sequence[Sequence[Any]], begin: int, count: int) -> dict[int, tuple[str, int]]:
+    """Return, for the images in `count` tokens from `begin` on, by their first token there their name and size."""
+    return {start - begin: (name, tokens) for name, start, tokens in spans if begin <= start < begin + count}
+
+
+def segment_tokens(record: Mapping[str, Any]) -> Iterator[tuple[str, int | None, int, list[int], int, int]]:
+    """Yield (kind, turn, sequence, token ids, number of the first sampled token, position) of each segment of a row."""
     tokens, mask = record.get("tokens") or record.get("prompt") or [], record.get(MASK) or []
     mask = mask or [False] * len(tokens)
     ends = np.cumsum(record.get("turn_lengths") or [sum(mask)]).tolist()
@@ -227,7 +263,7 @@ def segment_tokens(record: Mapping[str, Any]) -> Iterator[tuple[str, int | None,
         if position == len(tokens) or now != key:
             if key is not None:
                 kind = "model" if key[0] is not None else "context" if begin in starts else "observation"
-                yield kind, key[0], key[1], tokens[begin:position], first
+                yield kind, key[0], key[1], tokens[begin:position], first, begin
             key, begin, first = now, position, sampled
         sampled += position < len(tokens) and bool(mask[position])
 
@@ -241,14 +277,29 @@ def segment_of(
     first: int,
     per_token: Mapping[str, Sequence[Any]],
     tokenizer: Tokenizer | None,
+    images: Mapping[int, tuple[str, int]],
 ) -> dict[str, Any]:
-    """Return a segment as JSON; without a tokenizer texts are None."""
-    whole = None if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
-    pieces = [None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-    shown: dict[str, Any] = {"kind": kind, "turn": turn, "sequence": sequence, "text": whole, "tokens": []}
+    """Return a segment as JSON; without a tokenizer texts are None. `images` are those among its tokens."""
+    shown: dict[str, Any] = {"kind": kind, "turn": turn, "sequence": sequence, "count": len(tokens), "tokens": []}
     if turn is not None:
         shown["values"] = {name: plain(values[turn]) for name, values in per_turn.items() if turn < len(values)}
-    for number, (token, piece) in enumerate(zip(tokens, pieces, strict=True)):
+    texts, text, number = list[str](), list[int](), 0
+
+    def said() -> str:
+        return "" if tokenizer is None else tokenizer.decode(text, skip_special_tokens=False)
+
+    while number < len(tokens):
+        if number in images:
+            name, size = images[number]
+            shown["tokens"].append({"id": tokens[number], "text": f"[image, {size} tokens]", "image": name})
+            texts += [said(), f"[image {name}, {size} tokens]"]
+            text.clear()
+            number += size
+            continue
+        piece = None if tokenizer is None else tokenizer.decode([tokens[number]], skip_special_tokens=False)
         of = {name: plain(values[first + number]) for name, values in per_token.items()} if turn is not None else {}
-        shown["tokens"].append({"id": token, "text": piece, **of})
+        shown["tokens"].append({"id": tokens[number], "text": piece, **of})
+        text.append(tokens[number])
+        number += 1
+    shown["text"] = None if tokenizer is None else "".join([*texts, said()])
     return shown

@@ -5,27 +5,23 @@ rollouts/ ──▶ the same held-out prompts over time, best and worst rows ─
 Trackers get the samples of a step.
 """
 
-import base64
 import functools
-import io
 import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from braidrl.config import ImagesConfig
-from braidrl.data.images import ImageStore
 from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
+from braidrl.observe.episodes import thumbnails
 from braidrl.observe.metrics import read_metrics, whole_file
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.rollouts import (
@@ -70,8 +66,6 @@ MOST_STEPS = 6
 PROMPTS_PER_SET = 3
 SHOWN_CHARACTERS = 4000
 COLUMNS = ("score", "reward", "correct", "finish_reason", "metadata", "images")
-THUMBNAIL = 96
-"""Greatest width and height of an image on the page, in pixels."""
 
 
 class Picture(NamedTuple):
@@ -235,26 +229,6 @@ def write_report(run: Path) -> Path:
     with whole_file(path) as unfinished:
         unfinished.write_bytes(html.encode().replace(token.encode(), script, 1))
     return path
-
-
-def thumbnails(config: Path) -> Callable[[str], str]:
-    """Return a function from an image's name to a small PNG as a data: URI; empty text for one that is not there."""
-    settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    images = ImagesConfig(**((settings.get("data") or {}).get("images") or {}))
-    store = ImageStore.of(images)
-
-    @functools.cache
-    def thumbnail(name: str) -> str:
-        try:
-            image = store.open(name)
-        except UserError:  # the report is read where the run's images are not
-            return ""
-        image.thumbnail((THUMBNAIL, THUMBNAIL))
-        content = io.BytesIO()
-        image.save(content, "PNG")
-        return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
-
-    return thumbnail
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:

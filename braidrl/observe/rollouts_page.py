@@ -18,13 +18,13 @@ from urllib.parse import parse_qs, urlsplit
 from tokenizers import Tokenizer
 
 from braidrl.errors import UserError
-from braidrl.observe.episodes import Filter, RowIndex, episode, tokenizer_of
+from braidrl.observe.episodes import Filter, RowIndex, episode, thumbnails, tokenizer_of
 from braidrl.observe.rollouts import recorded_evaluations, recorded_steps
 
 HOST = "127.0.0.1"
 MOST_ROWS = 500
 """The largest number of rows of one answer."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 KINDS = {
     "step": int,
     "min_reward": float,
@@ -46,6 +46,7 @@ class Recordings:
         self.indices: dict[str | None, RowIndex] = {}
         self.tokenizer: Tokenizer | None = None
         self.has_read_tokenizer = False
+        self.thumbnail = thumbnails(run / "config.yaml")
 
     def index(self, name: str | None) -> RowIndex:
         with self.lock:
@@ -71,7 +72,9 @@ class Recordings:
             with self.lock:
                 if not self.has_read_tokenizer:
                     self.tokenizer, self.has_read_tokenizer = tokenizer_of(self.run), True
-            return {**index.summary(row), **episode(*index.record(row), self.tokenizer)}
+            opened = episode(*index.record(row), self.tokenizer)
+            seen = {token["image"] for one in opened["segments"] for token in one["tokens"] if "image" in token}
+            return {**index.summary(row), **opened, "images": {name: self.thumbnail(name) for name in seen}}
         raise KeyError(path)
 
     def first_set(self) -> str | None:

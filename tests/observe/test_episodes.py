@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, models
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cli.show_rollouts import show_row, show_table
+from braidrl.data.images import ImageStore
 from braidrl.data.rows import FinishReason, Objects, Rows
 from braidrl.errors import UserError
 from braidrl.observe.episodes import Filter, RowIndex, episode
@@ -154,6 +157,39 @@ def test_the_page_filters_opens_an_episode_and_finds_its_turns(page: PageServer)
     assert [s["turn"] for s in opened["segments"] if s["kind"] == "model"] == [0, 1, 2]
     assert opened["segments"][3]["tokens"][1]["text"] == WORDS[5]
     assert ask(page, "/api/rows?set=test")[1]["total"] == 2
+
+
+def test_an_image_of_an_observation_is_shown_in_its_place(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "images", 1000)
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(content, "PNG")
+    name = store.add(content.getvalue(), tmp_path)
+    tokens, mask = [1, 2, 6, 6, 6, 3, 4], [False, True, False, False, False, False, True]
+    columns = dict.fromkeys(("source", "group", "sample", "finish_reason"), torch.tensor([0]))
+    ragged = {"tokens": Ragged.from_rows([tokens], torch.int64), "action_mask": Ragged.from_rows([mask], torch.bool)}
+    turns = {"turn_lengths": Ragged.from_rows([[1, 1]], torch.int64), "images": Objects(([[name, 2, 3]],))}
+    rows = Rows({**columns, "reward": torch.tensor([1.0]), "action_tokens": torch.tensor([2]), **ragged, **turns})
+    write_rollouts(rollout_path(tmp_path, 1), rows, ["ask"], ["look"])
+    Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    settings = {"model": str(tmp_path), "data": {"images": {"folder": str(store.folder)}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    with PageServer(tmp_path) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _, opened, headers = ask(server, "/api/row?row=0")
+        server.shutdown()
+    context, first, seen, second = opened["segments"]
+    assert [(one["kind"], one["count"]) for one in (context, first, seen, second)] == [
+        ("context", 1),
+        ("model", 1),
+        ("observation", 4),
+        ("model", 1),
+    ]
+    assert [token.get("image") for token in seen["tokens"]] == [name, None]
+    assert seen["text"].startswith(f"[image {name}, 3 tokens]") and seen["text"].endswith("see")
+    assert opened["images"][name].startswith("data:image/png;base64,")
+    assert "img-src data:" in headers["Content-Security-Policy"]
 
 
 def test_wrong_requests_of_the_page_are_refused(page: PageServer) -> None:
