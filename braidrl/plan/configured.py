@@ -81,7 +81,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         room = min(problem.cluster.kinds[set_choice.group.kind].memory for set_choice in plan.sets)
         held = max(e.shape.parameters * e.shape.element_bytes // e.divisor for e in engines.values())
         pages = max(
-            role_memory(replace(c.use, computes=False))[0][CACHE]
+            role_memory(replace(c.use, computes=False))[0].get(CACHE, 0)
             for s in plan.sets
             for c in s.roles.values()
             if c.use.engine

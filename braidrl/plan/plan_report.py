@@ -27,6 +27,7 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
     write(
         f"flow {problem.flow.name} on {problem.cluster}, engine {config.rollout.engine}: {problem.rows:,} rows, "
         f"{lengths.tokens / len(lengths):,.0f} tokens on average, longest {lengths.longest:,}"
+        + (f", {lengths.seen:,.0f} of images" if lengths.seen else "")
     )
     write(plans_table(problem, plans))
     stages = table("stages of plan 1", ("stage", "seconds", "made of"), (1,))

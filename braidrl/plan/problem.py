@@ -38,6 +38,8 @@ USABLE = 0.92
 """Share of a device's memory that a plan uses; allocators and communication libraries need the rest."""
 ROW_MULTIPLE = 16
 """The embedded engine on a CPU pads its rows to a multiple of this."""
+EXAMINED = 1000
+"""Prompts of a source whose images are counted."""
 COMPUTED = ("advantage.", "shape.", "select.", "data.")
 """Prefixes of built-in functions, which take milliseconds for any batch."""
 
@@ -132,7 +134,7 @@ class Problem:
         if self.lengths.generated > 1 and stage in self.flow.sampling_segment and stage.kind is not Kind.GENERATE:
             more = int(self.lengths.generated * len(self.lengths))
             picks = [i % len(self.lengths) for i in range(more)]
-            return Lengths(self.lengths.prompts[picks], self.lengths.responses[picks])
+            return Lengths(self.lengths.prompts[picks], self.lengths.responses[picks], seen=self.lengths.seen)
         return self.lengths
 
     def stage_cost(
@@ -185,7 +187,8 @@ class Problem:
             rows = config.streaming.dispatch_rows * use.layout.ranks_per_replica
             tokens = min(tokens, math.ceil(rows * lengths.tokens / len(lengths)))
         if stage.kind is Kind.INFER:
-            return [infer_work(model.use.plain, use.inference or use.layout, lengths, tokens, model.use.scalar, node)]
+            layout, samples = use.inference or use.layout, config.rollout.samples_per_prompt
+            return [infer_work(model.use.plain, layout, lengths, tokens, model.use.scalar, node, samples)]
         return [
             train_work(
                 model.use.shape,
@@ -197,6 +200,7 @@ class Problem:
                 node,
                 self.updates,
                 config.trainer.epochs,
+                settings_of(model.role, config).trains_vision,
             )
         ]
 
@@ -262,7 +266,7 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
         picked = spread(responses, rows)
         lines, trained = read_metrics(run), len(parts[0][0])
         generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
-        return Lengths(prompts[picked], responses[picked], max(1.0, float(generated)))
+        return Lengths(prompts[picked], responses[picked], max(1.0, float(generated)), tokens_seen(sources))
     names = ("prompt", *RESPONSES)
     known = {name: [column.numpy() for s in sources if (column := s.lengths(name)) is not None] for name in names}
     prompts = np.concatenate(known["prompt"] or [np.array([config.data.max_prompt_tokens])]).astype(np.int64)
@@ -282,7 +286,18 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
         responses = np.concatenate(said or [np.array([config.rollout.max_response_tokens])]).astype(np.int64)
     # Shuffle: lengths of prompts and responses are taken as independent.
     shuffled = np.random.default_rng(0).permutation(prompts[spread(prompts, rows)])
-    return Lengths(shuffled, responses[spread(responses, rows)], config.trainer.over_sampling)
+    return Lengths(shuffled, responses[spread(responses, rows)], config.trainer.over_sampling, tokens_seen(sources))
+
+
+def tokens_seen(sources: Sequence[LoadedSource]) -> float:
+    """Return the mean of the tokens that stand for images in a prompt, over the first prompts of each source."""
+    seen = [
+        sum(span.tokens for span in (source.images(row) or [[]])[0])
+        for source in sources
+        if set(source.facts.images) - {"0"}
+        for row in range(min(len(source), EXAMINED))
+    ]
+    return sum(seen) / len(seen) if seen else 0.0
 
 
 def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:

@@ -3,11 +3,12 @@
 rows' lengths, a model's shape, a layout ──▶ Work of the busiest device ──rates.price──▶ seconds
 
 Operations of a forward pass over N tokens: 2·N·P for P matrix parameters, 2·H·D·T² per layer for causal attention over
-a row of T tokens with H heads of size D. A backward pass takes twice as many; recomputed activations add one forward
-pass. Tensor parallelism gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 2205.05198); a
-pipeline of p ranks and n micro-batches idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the
-bytes for each of gather and scatter. An engine batches continuously: slots refill as rows end, and each step reads all
-weights, and all keys and values of its rows.
+a row of T tokens with H heads of size D; 2·P' per patch of an image for a vision tower of P' parameters, without the
+attention within an image. A backward pass takes twice as many; recomputed activations add one forward pass. Tensor
+parallelism gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 2205.05198); a pipeline of p
+ranks and n micro-batches idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the bytes for each
+of gather and scatter. An engine batches continuously: slots refill as rows end, and each step reads all weights, and
+all keys and values of its rows.
 """
 
 import math
@@ -33,11 +34,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(eq=False)
 class Lengths:
-    """Prompt (R,) and response (R,) tokens of a batch's rows; `generated` is sampled rows per trained row."""
+    """Prompt (R,) and response (R,) tokens of a batch's rows; `generated` is sampled rows per trained row, and `seen`
+    the mean of the prompts' tokens that stand for images.
+    """
 
     prompts: IntArray
     responses: IntArray
     generated: float = 1.0
+    seen: float = 0.0
 
     def __post_init__(self) -> None:
         self.totals: IntArray = self.prompts + self.responses
@@ -93,8 +97,14 @@ def sent(node: int, inner: int, ranks: int, moved: float) -> npt.NDArray[np.floa
 def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
     """Return the operations of a forward pass over `tokens` tokens, all predicted, with this sum of squared lengths."""
     counts = operations.TokenCounts(tokens, tokens, squares / 2)
-    sizes = operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar, shape.idle)
+    sizes = operations.MatrixSizes.of(shape.sizes, shape.parameters - shape.tower, scalar, shape.idle)
     return operations.forward_operations(sizes, counts)
+
+
+def tower_operations(shape: Shape, lengths: Lengths, rows: float) -> float:
+    """Return the operations of a vision tower's forward pass over the images of `rows` rows."""
+    merge = getattr(getattr(shape.config, "vision_config", None), "spatial_merge_size", None) or 1
+    return 2.0 * shape.tower * rows * lengths.seen * merge**2
 
 
 def model_work(
@@ -208,22 +218,29 @@ def train_work(
     node: int,
     updates: int = 1,
     epochs: int = 1,
+    trains_tower: bool = False,
 ) -> Work:
-    """Return the work of training one batch for `epochs` passes of `updates` optimizer steps."""
+    """Return the work of training one batch for `epochs` passes of `updates` optimizer steps. The images of a frozen
+    vision tower are kept from generation or inference.
+    """
     share = share_of(lengths, layout.data or 1, updates)
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
     work = model_work("train", shape, layout, share, max_tokens, passes, scalar, node)
+    if trains_tower:
+        work = work._replace(operations=work.operations + passes * tower_operations(shape, lengths, share.rows))
     held = local_parameters(shape, layout) * shape.trained / shape.parameters
     work = work._replace(memory=held * OPTIMIZER_BYTES)
     return Work("train", *(number * updates * epochs for number in work[1:]))
 
 
 def infer_work(
-    shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, scalar: bool, node: int
+    shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, scalar: bool, node: int, samples: int = 1
 ) -> Work:
-    """Return the work of one forward pass over a batch."""
+    """Return the work of one forward pass over a batch; the `samples` rows of a prompt share its encoded images."""
     share = share_of(lengths, layout.data or 1)
-    return model_work("infer", shape, layout, share, max_tokens, 1.0, scalar, node)
+    work = model_work("infer", shape, layout, share, max_tokens, 1.0, scalar, node)
+    encoded = tower_operations(shape, lengths, max(1.0, share.rows / samples))
+    return work._replace(operations=work.operations + encoded)
 
 
 def generate_work(
@@ -253,7 +270,8 @@ def generate_work(
     path = operations.decoding(drawn, slots, multiple)
     computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
     context = float((drawn * prompt + drawn * drawn / 2.0).sum())
-    sizes = operations.MatrixSizes.of(config, shape.parameters, False, shape.idle)
+    computed += tower_operations(shape, lengths, prompts)
+    sizes = operations.MatrixSizes.of(config, shape.parameters - shape.tower, False, shape.idle)
     decoded = (2.0 * (sizes.body - sizes.idle + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
     read = operations.decoding_bytes(sizes, shape.element_bytes, path.steps, context) / tensor
     layers = config.num_hidden_layers

@@ -19,7 +19,7 @@ from braidrl.cli.commands import app
 from braidrl.cli.dry_run import dry_run
 from braidrl.config import Config, load_config
 from braidrl.errors import UserError
-from braidrl.runtimes.memory.budget import IMAGES, RoleUse, peak
+from braidrl.runtimes.memory.budget import ENGINE, IMAGES, RoleUse, peak
 from tests.cases import soak_but
 from tests.tiny import ROOT, TOKENIZER, Workshop, load_module
 
@@ -111,6 +111,26 @@ def test_ranks_that_decode_together_have_slices_of_the_weights_and_of_keys_and_v
     whole, half = actor(), actor(tensor=2)
     assert half["weights of the engine"] == whole["weights"] // 2
     assert half["keys and values"] == whole["keys and values"] // 2
+
+
+@pytest.mark.parametrize("runtime", ["eager", "streaming"])
+def test_policies_on_a_shared_base_count_it_and_its_engine_once(workshop: Workshop, runtime: str) -> None:
+    sections: dict[str, Any] = {
+        "flow": str(ROOT / "tests" / "runtimes" / "two_policies.yaml"),
+        "trainer": {"lora": {"rank": 2}},
+        "runtime": runtime,
+    }
+
+    def generating(shared: bool) -> tuple[dict[str, dict[str, int]], int]:
+        found = dry_run(workshop.config(**sections, rollout={"shared_base": shared}), Console(file=StringIO()))
+        footprints = next(each for group, each in found if any(use.generates for use in group.uses))
+        return {one.use.role: one.resident for one in footprints}, peak(footprints)
+
+    (shared, least), (own, most) = generating(True), generating(False)
+    assert "keys and values" in own["rival"] and "keys and values" not in shared["rival"]
+    assert shared["rival"]["weights"] < own["rival"]["weights"] / 4 and least < most
+    assert shared["actor"]["weights"] == own["actor"]["weights"]
+    assert ENGINE not in shared["actor"]
 
 
 def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop) -> None:

@@ -29,7 +29,9 @@ from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import decoding
 from braidrl.weights.generation_layout import GenerationLayout
 from tests.plan.problems import cluster, problem, write_sizes
-from tests.tiny import MIXTURE
+from tests.tiny import MIXTURE, ROOT, load_module
+
+shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
 
 NODE = 8
 
@@ -182,3 +184,27 @@ def test_plans_search_the_expert_axis_of_mixtures_alone(shape, tmp_path: Path) -
     found = [layout.expert for layout in layouts(model_shape(tmp_path, torch.float32), 4, group, True, 128)]
     assert {1, 2, 4} == set(found)
     assert {layout.expert for layout in layouts(shape, 4, group, True, 128)} == {1}
+
+
+def test_a_vision_tower_costs_by_patches_and_not_by_tokens_of_text(tmp_path: Path) -> None:
+    model = model_shape(shapes.write_model(tmp_path, 0), torch.float32)
+    layout, blind = ParallelLayout(data=1), replace(model, parameters=model.parameters - model.tower, tower=0)
+    text, seen = rows(8), replace(rows(8), seen=16.0)
+    assert infer_work(model, layout, text, 1024, False, NODE).operations == pytest.approx(
+        infer_work(blind, layout, text, 1024, False, NODE).operations
+    )
+    # Each token stands for 2 x 2 patches.
+    tower = 2 * model.tower * 16 * 4
+    for samples, images in ((1, 8), (4, 2)):
+        work = infer_work(model, layout, seen, 1024, False, NODE, samples)
+        plain = infer_work(model, layout, text, 1024, False, NODE, samples)
+        assert work.operations - plain.operations == pytest.approx(images * tower)
+    for trains_tower, passes in ((False, 0), (True, 3)):
+        work, plain = (
+            train_work(model, layout, lengths, 1024, False, False, NODE, trains_tower=trains_tower)
+            for lengths in (seen, text)
+        )
+        assert work.operations - plain.operations == pytest.approx(passes * 8 * tower)
+    prefill, _ = generate_work(model, 1, 1, seen, 8, 4, NODE)
+    plain, _ = generate_work(model, 1, 1, text, 8, 4, NODE)
+    assert prefill.operations - plain.operations == pytest.approx(2 * tower)

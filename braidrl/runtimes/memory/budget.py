@@ -74,6 +74,10 @@ class RoleDeployment:
     """Bytes of each of the optimizer's two moments of a float32 weight."""
     images: int = 0
     """Bytes of encoded images that it keeps, at most."""
+    shares_engine: bool = False
+    """Another role's engine draws for it too (`rollout.shared_base`)."""
+    shares_base: bool = False
+    """Where that engine is, the weights under its adapters are those of that role."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,11 @@ class Footprint:
 def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes on each device by part: the resident ones, and those needed while the role works."""
     resident = resident_bytes(use.shape, use.trained, use.layout, use.moment_bytes)
+    if use.shares_base and use.engine is not None:
+        resident["weights"] -= resident_bytes(use.plain, False, use.layout)["weights"]
     if use.inference is not None:
         resident[INFERENCE] = resident_bytes(use.plain, False, use.inference)["weights"]
-    if use.engine is not None:
+    if use.engine is not None and not use.shares_engine:
         engine = use.engine
         if engine.own_weights:
             resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
@@ -151,6 +157,7 @@ def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
         plain = replace(plain, trained=plain.trained - plain.tower)
     keeps = not settings.trains_vision and load_vision(settings.model.expanduser(), config.data.images) is not None
     kinds = {stage.kind for stage in flow.stages if stage.role == use.role}
+    shares = use.role in deployment.shared_base[1:]
     return RoleDeployment(
         model_shape(settings.model, settings.dtype, scalar, lora) if lora else plain,
         plain,
@@ -162,6 +169,8 @@ def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
         checkpointing=settings.activation_checkpointing,
         moment_bytes=moment_bytes(config.trainer),
         images=int(config.data.images.kept_mib * MIB) if keeps else 0,
+        shares_engine=shares,
+        shares_base=shares and config.rollout.engine == "embedded",
     )
 
 
@@ -179,7 +188,7 @@ def engine_use(
     decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
     lora = settings_of(role, config).lora if shape.trained < shape.parameters else None
     shares = rollout.engine == "embedded" and decoder.dtype == shape.dtype and layout.is_replicated and divisor == 1
-    own_weights = not shares or merges_adapters(lora, config)
+    own_weights = not shares or (merges_adapters(lora, config) and not rollout.shared_base)
     return EngineUse(decoder, slots, config.max_sequence_tokens, divisor, own_weights)
 
 
