@@ -143,6 +143,8 @@ def content_of(given: Any, beside: Path) -> tuple[bytes, Path | None]:
     path = Path(unquote(urlsplit(text).path) if scheme == "file" else text).expanduser()
     path = (path if path.is_absolute() else beside / path).absolute()
     try:
+        if path.exists() and not path.is_file():
+            raise BrokenImage(f"the image {path} is no file")
         if path.stat().st_size > FILE_BYTES:
             raise BrokenImage(f"the image {path} has {path.stat().st_size} bytes, and at most {FILE_BYTES} are read")
         return _checked(path.read_bytes()), path
@@ -164,7 +166,7 @@ def _checked(content: bytes) -> bytes:
 def decoded(content: bytes, most_pixels: int) -> Any:
     """Decode an image as RGB. Raises BrokenImage for one that is damaged, too large, or a video."""
     # Imported here: runs on text need no Pillow.
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -192,17 +194,10 @@ def decoded(content: bytes, most_pixels: int) -> Any:
                 f"data.images.most_pixels is {most_pixels}"
             ) from None
         except Exception as error:  # of any kind: the bytes may be anything
-            raise BrokenImage(
-                f"{'an image cannot be decoded' if _is_known(error) else 'a file is no image'} ({first_line(error)}); "
-                f"give one of {', '.join(FORMATS)}"
-            ) from None
-
-
-def _is_known(error: Exception) -> bool:
-    """Return True unless Pillow knows no format for the bytes."""
-    from PIL import UnidentifiedImageError
-
-    return not isinstance(error, UnidentifiedImageError)
+            # Pillow's own text about unknown bytes differs from object to object, and reasons are counted.
+            is_unknown = isinstance(error, UnidentifiedImageError)
+            fault = "a file is no image" if is_unknown else f"an image cannot be decoded ({first_line(error)})"
+            raise BrokenImage(f"{fault}; give one of {', '.join(FORMATS)}") from None
 
 
 IMAGE, MARK = "image", "<image>"

@@ -169,7 +169,8 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "address": (lambda: "https://example.org/a.png", "download"),
     "number": (lambda: 7, "path"),
     "thin line": (lambda: as_uri(png_header(3000, 1, zlib.compress(bytes(3001)))), "ratio"),
-    "folder": (lambda: ".", "cannot be read"),
+    "folder": (lambda: ".", "is no file"),
+    "device without end": (lambda: "/dev/zero", "is no file"),
 }
 
 
