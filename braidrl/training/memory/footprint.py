@@ -44,6 +44,7 @@ from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.experts import stacked_parameters
 from braidrl.training.parallel.pipeline import RUN
+from braidrl.training.parallel.sequence import QUERIES
 from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
 from braidrl.weights.model_files import auto_class, scorer_class
 
@@ -289,6 +290,8 @@ def working_bytes(
         sizes, split = shape.sizes, layout.tensor * layout.sequence
         gathered = 2 * tokens * sizes.num_key_value_heads * sizes.head_dim // split * width
         parts["keys and values gathered"] = gathered * (2 if trained else 1)
+        # Of a block of queries: booleans, and what kernels add to scores.
+        parts["mask of attention"] = QUERIES * tokens * (1 + width)
     if shape.four_bit:
         parts["weights of a layer"] = shape.layer_parameters * width
     if trained:

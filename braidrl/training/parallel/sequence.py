@@ -14,7 +14,7 @@ backward pass covers the local tokens, and the gradient is the sum over ranks.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from braidrl.data.token_columns import ROUTED_EXPERTS
 from braidrl.training.compute.attention import (
@@ -37,6 +38,8 @@ from braidrl.training.compute.packed import HIDDEN, Packed, Predict
 
 QUERIES = 1024
 """Queries that attend at a time under context parallelism: the mask has this many rows."""
+LONG = 8192
+"""Keys from which on a block's mask is computed again in the backward pass, not kept."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +94,24 @@ class ShardedAttention(AttentionContext):
                 high = min(low + QUERIES, end)
                 # Later keys, except those of the same image, and those before the window, are seen by no query.
                 oldest = start if scores.window is None else max(start, low - scores.window + 1)
-                blocks, newest = self.sequences.blocks, high if self.sequences.blocks is None else start + length
-                positions = torch.arange(oldest - start, newest - start, device=query.device)
-                numbers = None if blocks is None else (blocks[low:high, None], blocks[None, oldest:newest])
-                mask = scores.visible(positions[low - oldest : high - oldest, None], positions[None, :], numbers)
-                outputs.append(
-                    attend_equal(
-                        queries[None, low - first : high - first],
-                        keys[None, oldest:newest],
-                        values[None, oldest:newest],
-                        scores,
-                        mask=mask,
-                    )
-                )
+                newest = high if self.sequences.blocks is None else start + length
+                block = partial(self._attend_to_block, scores, start, low, oldest)
+                given = queries[low - first : high - first], keys[oldest:newest], values[oldest:newest]
+                # The masks of long rows would take the memory of all pairs of tokens until the backward pass.
+                is_long = torch.is_grad_enabled() and newest - oldest > LONG
+                outputs.append(checkpoint(block, *given, use_reentrant=False) if is_long else block(*given))
             start += length
         return torch.cat(outputs)[None]
+
+    def _attend_to_block(
+        self, scores: Scores, start: int, low: int, oldest: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Attend with the queries from token `low` on to the keys from `oldest` on, of a row that begins at `start`."""
+        places = [torch.arange(begin, begin + len(of), device=of.device) for begin, of in ((low, query), (oldest, key))]
+        blocks = self.sequences.blocks if isinstance(self.sequences, PackedSequences) else None
+        numbers = None if blocks is None else (blocks[places[0], None], blocks[None, places[1]])
+        mask = scores.visible(places[0][:, None] - start, places[1][None, :] - start, numbers)
+        return attend_equal(query[None], key[None], value[None], scores, mask=mask)
 
     def row_lengths(self, positions: Tensor) -> Tensor:
         every = self.sequences.row_lengths(positions)
