@@ -93,14 +93,14 @@ def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, seen: f
     return element_bytes * (steps * (sizes.body + sizes.head) + seen * sizes.cached)
 
 
-class Decoding(NamedTuple):
+class DecodedSteps(NamedTuple):
     """An engine's decoding of its rows: steps until the last row ends, and computed slots summed over steps."""
 
     steps: int
     slot_steps: int
 
 
-def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) -> Decoding:
+def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) -> DecodedSteps:
     """Simulate continuous batching in `slots` slots, refilled in order of lengths (R,); a step computes a multiple of
     `multiple` rows.
     """
@@ -115,7 +115,7 @@ def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) ->
     tail = last[-min(slots, len(last)) :]
     counts = np.arange(len(tail), 0, -1)
     spans = np.diff(tail, prepend=0)
-    return Decoding(int(last[-1]), int((spans * (-(-counts // multiple) * multiple)).sum()))
+    return DecodedSteps(int(last[-1]), int((spans * (-(-counts // multiple) * multiple)).sum()))
 
 
 @dataclass(frozen=True)
