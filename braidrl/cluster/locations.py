@@ -1,4 +1,4 @@
-"""Where the ranks are, for the message after a failed collective: one message a machine and second, not one a rank.
+"""Tells the store where the ranks are, for the message after a failed collective: one message a machine and second.
 
 rank ──datagram each second──▶ speaker, a rank of the machine ──if they have changed──▶ store: `places/N`
      ◀──newest membership──────                               ◀──newest membership──
@@ -30,7 +30,7 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class Location(NamedTuple):
-    """What a rank does, after how many collectives."""
+    """A rank, the number of collectives that it has made, and what it does now."""
 
     rank: int
     meetings: int

@@ -63,8 +63,6 @@ from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, LearningWatch,
 from braidrl.training.objective import NAMES_A_TOKEN
 from braidrl.training.role_settings import unusual_rates
 
-NAMED = 8
-"""The most rows that a message names."""
 StepMetrics = dict[str, float | int | None]
 
 
@@ -347,9 +345,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     self._wait_for_enough()
                     self._settle(is_new=state is None)
                     self.regrouping.end(self._snapshot(), rank_backend(self.backend))
-                if error is not None and (suspects := self.regrouping.suspects):
-                    named = ", ".join(map(str, suspects[:NAMED]))
-                    self.progress.print(f"rows (source, group, sample) that three or more lost ranks had: {named}")
                 if (trace := self.backend.trace) is not None:
                     stage = f"{self.world.size} ranks"
                     trace.record(Span(trace.worker, "ranks", stage, self.step + 1, start, time.time()))

@@ -149,7 +149,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How an embedded engine decodes."""
+    """Settings of an embedded engine's decoding."""
 
     slots: int
     """Rows that are decoded at once, rounded up to a multiple of 16."""

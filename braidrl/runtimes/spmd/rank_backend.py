@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from braidrl.cluster.child import at_end
 from braidrl.cluster.world import World
@@ -65,8 +64,6 @@ class RankBackend:
         self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
         self.accumulated: dict[str, Accumulated] = {}
         """The objectives of each role's next optimizer step, of a session."""
-        self.under_way: tuple[Rows, Tensor] | None = None
-        """The index columns and the owners of the rows that ranks have in work."""
 
     def publish(self, version: int) -> None:
         self.executor.publish(version)
@@ -178,7 +175,7 @@ class RankBackend:
         elif stage.scope is Scope.GROUP:
             groups, each = table.index["group"], torch.ones_like(table.owner)
             table = self.exchange.move(stage.name, table, balanced_owners(each, table.owner, self.world.size, groups))
-        own, columns, self.under_way = Sums(), dict[str, Column](), (table.index, table.owner)
+        own, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)
         try:
@@ -241,7 +238,6 @@ class RankBackend:
         lengths = of_namespace(part.index, objective.namespace)["length"]
         owner = balanced_owners(lengths, part.owner, self.world.size, groups)
         part = self.exchange.move(stage.name, part, owner, self._reads(stage))
-        self.under_way = part.index, part.owner
         with self.exchange.working(stage, part.rows):
             yield self.executor.update(objective, part.index, part.rows)
 

@@ -8,26 +8,21 @@ copies in memory. Where a part of the state is on no rank, all ranks load the ne
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from braidrl.cluster.world import World
 from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.rows import Rows, Uid
+from braidrl.data.rows import Rows
 from braidrl.engines.deployment import Deployment
 from braidrl.runtimes.interfaces import Position
 from braidrl.runtimes.replicas import Replica, are_copied, are_replicated, fit
 from braidrl.runtimes.saving.checkpoints import RunState, plain_position
 from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.spmd.shard import Shard
-
-DEATHS_OF_ROW = 3
-"""Lost ranks that had a row, after which the row is named."""
 
 
 class Regrouping:
@@ -46,10 +41,6 @@ class Regrouping:
         """True while the newest checkpoint is loaded: the tensors belong to no step."""
         self.members = world.members
         """The members whose ranks are the owners of the rows in a state."""
-        self.deaths = Counter[Uid]()
-        """How many ranks have ended while they had a row in work, as far as this process knows."""
-        self.under_way: tuple[Rows, Tensor] | None = None
-        """The index columns and the owners of the rows that ranks had in work before the passage."""
 
     def keep(self, state: RunState, backend: RankBackend) -> None:
         """Copy what the next step is going to change, once for each step. All members call this together."""
@@ -63,8 +54,6 @@ class Regrouping:
         if state is not None and backend is not None and self.is_copied and not self.is_loading:
             self.replica.hold(state.step, backend.executor)
             self.states.setdefault(state.step, state)
-        if backend is not None:
-            self.under_way = backend.under_way or self.under_way
         self.replica.leave()
 
     def fits(self) -> bool:
@@ -98,18 +87,8 @@ class Regrouping:
         """Copy the state to which all members have come for the present ranks, in place of what they came from."""
         if self.is_copied:
             self.replica.copy_again(state.step, backend.executor)
-        now = self.world.members
-        if self.under_way is not None:
-            index, owner = self.under_way
-            lost = {rank for rank, member in enumerate(self.members) if member not in now}
-            self.deaths.update(uid for uid, rank in zip(index.uids(), owner.tolist(), strict=True) if rank in lost)
-        self.states, self.under_way, backend.under_way = {state.step: state}, None, None
-        self.members, self.is_loading = now, False
-
-    @property
-    def suspects(self) -> list[Uid]:
-        """Return the rows that so many lost ranks had that one of them may be the cause, the most frequent first."""
-        return [uid for uid, count in self.deaths.most_common() if count >= DEATHS_OF_ROW]
+        self.states = {state.step: state}
+        self.members, self.is_loading = self.world.members, False
 
     def _with_new_owners(self, state: RunState) -> RunState | None:
         """Return a state whose waiting rows are on the present ranks; None if some were on a lost one."""
