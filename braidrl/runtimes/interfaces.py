@@ -151,7 +151,8 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
     """
     if surplus == "keep":
         return generated
-    return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
+    counted = generated["group"] <= outcome.groups[-1]
+    return generated if counted.all() else generated.take(counted)
 
 
 class Position(NamedTuple):
