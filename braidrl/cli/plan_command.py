@@ -66,7 +66,7 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | Non
 
 def problem_of(config: Config, wanted: Wanted) -> Problem:
     """Return the planning problem. Raises UserError for an input that cannot be read."""
-    cluster, config = read_cluster(wanted.devices), with_fetched(config, whole=False)
+    cluster, config = read_cluster(wanted.devices), with_fetched(config, with_weights=False)
     flow = build_flow(config)
     sources: list[LoadedSource] = []
     # A plan needs no data: lengths may be given instead.

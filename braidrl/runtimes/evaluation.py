@@ -38,8 +38,8 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
 def value_of_best(metrics: Mapping[str, float | int | None], name: str) -> float:
     """Return the metric named by `evaluation.best`. Raises UserError that lists those of the evaluation sets."""
     if (value := metrics.get(name)) is None:
-        known = [key for key in metrics if key.startswith("eval/")]
-        raise UserError(f"evaluation.best: there is no metric {name!r} of a set; write one of {', '.join(known)}")
+        names = [key for key in metrics if key.startswith("eval/")]
+        raise UserError(f"evaluation.best: there is no metric {name!r} of a set; write one of {', '.join(names)}")
     return float(value)
 
 
@@ -106,12 +106,12 @@ def evaluated(config: Config, world: World) -> dict[str, float]:
     for line in [*chosen, *without_effect(config)]:
         progress.print(line)
     set_up_torch(config)
-    made = None
+    new_folder = None
     if world.first:
         check_output(config)
-        made = unused_folder(config.model_copy(update={"flow": "eval"}))
-        write_config(made, config)
-    folder = Path(world.share("folder", str(made)))
+        new_folder = unused_folder(config.model_copy(update={"flow": "eval"}))
+        write_config(new_folder, config)
+    folder = Path(world.share("folder", str(new_folder)))
     progress.print(f"responses are kept in {folder / 'rollouts'}")
     backend = start_backend(prepared, progress, world=world)
     sums = Sums()

@@ -84,14 +84,14 @@ class StageExecutor:
         inferring = self.deployment.inference_layouts
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
-            if (own := own_tokenizer(role, config, tokenizer)) is not None:
-                self.own_templates[role] = PromptTemplate.of(own, config.data)
+            if (role_tokenizer := own_tokenizer(role, config, tokenizer)) is not None:
+                self.own_templates[role] = PromptTemplate.of(role_tokenizer, config.data)
             if role in generating:
                 self.generation.start_engine(role, worker)
             frozen = None
             if training and role in inferring:
-                own = (config.roles.get(role) or RoleConfig()).model_copy(update={"layout": inferring[role]})
-                settings = config.model_copy(update={"roles": {**config.roles, role: own}})
+                role_config = (config.roles.get(role) or RoleConfig()).model_copy(update={"layout": inferring[role]})
+                settings = config.model_copy(update={"roles": {**config.roles, role: role_config}})
                 frozen = torch_worker(make_worker(role, settings, flow, ranks, training=False))
                 self.copies[role] = RoleCopy(frozen, torch_worker(worker))
             self.residency.add(worker, self.engines.get(role), frozen)
@@ -132,10 +132,10 @@ class StageExecutor:
                 return verified(self.flow, stage, rows, dict(results.items()))
             if stage.kind is not Kind.INFER:
                 return computed(stage, rows)
-            given, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
-            read, worker = given, self.workers[role]
+            inputs, role = of_namespace(rows, stage.params.get("of")), str(stage.role)
+            read, worker = inputs, self.workers[role]
             if role in self.own_templates and len(rows):
-                read = retokenized(given, self.tokenizer, self.own_templates[role])
+                read = retokenized(inputs, self.tokenizer, self.own_templates[role])
             if role in self.copies:
                 worker = self.copies[role].worker
                 self.generation.moves.note(role, self.copies[role].refresh())
@@ -151,17 +151,17 @@ class StageExecutor:
                 if stage.params.get("replay") == "training":
                     both = torch_worker(worker).forward_with_routes(read, bar.update)
                     return dict(zip(stage.writes, both, strict=True)) if len(rows) else {}
-                found = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
+                values = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
                 balance = self.config.trainer.balance
                 if balance is not None and balance.routing_gap and stage.params.get("replay") == "inference":
                     free = worker.forward("log_probs", read.without([ROUTED_EXPERTS]))
-                    gaps = (found.values - free.values).abs()
+                    gaps = (values.values - free.values).abs()
                     sums.add_per_token(role, {"routing_log_prob_gap": gaps} if len(rows) else {})
             if not len(rows) or stage.type != "score":
-                return {stage.writes[0]: found} if len(rows) else {}
+                return {stage.writes[0]: values} if len(rows) else {}
             rewarding = role == "reward" or "weight" in stage.params
-            added = added_scores(self.flow, stage, given, found.values) if rewarding else {}
-            return {stage.writes[0]: found.values, **added}
+            added = added_scores(self.flow, stage, inputs, values.values) if rewarding else {}
+            return {stage.writes[0]: values.values, **added}
 
     def own_method(self, stage: Stage) -> Callable[..., Any]:
         """Return a call of the method of a user's class that a stage names, bound to the role's worker."""
@@ -169,11 +169,11 @@ class StageExecutor:
         role = str(stage.role)
         if (role, owner) not in self.methods:
             self.methods[role, owner] = owner(self.workers[role])
-        own = getattr(self.methods[role, owner], method)
+        function = getattr(self.methods[role, owner], method)
 
         def call(*arguments: Any, **settings: Any) -> Any:
-            with users_errors(stage.name, own):
-                return own(*arguments, **settings)
+            with users_errors(stage.name, function):
+                return function(*arguments, **settings)
 
         return call
 
@@ -216,8 +216,8 @@ class StageExecutor:
             for update in updates:
                 with update as (counts, rows):
                     losses = self.forward_backward(objective, rows, sums, bar)
-                    whole = Accumulated().add(objective, losses, counts)
-                    self.optim_step(objective.role, whole, iteration, sums, counted)
+                    accumulated = Accumulated().add(objective, losses, counts)
+                    self.optim_step(objective.role, accumulated, iteration, sums, counted)
 
     def update(self, objective: Objective, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
         """Return the input of an objective: the counts of all rows (`index`), and the local rows with what they need
@@ -259,11 +259,11 @@ class StageExecutor:
             self.skipped[name] += 1
             most = self.config.trainer.max_skipped_updates
             if not self.config.trainer.skip_bad_updates or self.skipped[name] == most:
-                found = (
+                cause = (
                     "; ".join(getattr(worker, "nonfinite", ()))
                     or f"the losses are finite, and the update was made{accumulated.rows}"
                 )
-                raise BadUpdate(f"{name}: the gradient's norm is {norm}, nothing was updated: {found}")
+                raise BadUpdate(f"{name}: the gradient's norm is {norm}, nothing was updated: {cause}")
             sums.add(f"{role}/skipped_updates", int(counted))
             return
         self.skipped[name] = 0
@@ -275,17 +275,17 @@ class StageExecutor:
             for metric, value in getattr(worker, "step_metrics", {}).items():
                 sums.add(f"{role}/{metric}", value)
         if counted:
-            peak, given = settings_of(role, self.config).learning_rate, overrides.learning_rate
-            rate = learning_rate(iteration, self.config.trainer, peak) if given is None else given
+            peak, override = settings_of(role, self.config).learning_rate, overrides.learning_rate
+            rate = learning_rate(iteration, self.config.trainer, peak) if override is None else override
             sums.add(f"{role}/learning_rate", rate)
 
     def objective(self, stage: Stage) -> Objective:
         """Return the objective of a train stage; a session's stages need not be in the flow."""
-        known = self.objectives.get(stage.name)
-        if known is None or known[0] != stage:
-            made = Objective.of(str(stage.role), stage.params, stage.name)
-            known = self.objectives[stage.name] = (stage, made)
-        return known[1]
+        cached = self.objectives.get(stage.name)
+        if cached is None or cached[0] != stage:
+            built = Objective.of(str(stage.role), stage.params, stage.name)
+            cached = self.objectives[stage.name] = (stage, built)
+        return cached[1]
 
     def copy_weights(self, stage: Stage) -> None:
         """Move the role's weights towards those of another local role (EMA or copy)."""
@@ -325,13 +325,13 @@ class StageExecutor:
         """
         return of_roles({worker.role: torch_worker(worker).changing_parts() for worker in self._changed()})
 
-    def empty_changing(self, known: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
-        """Return uninitialised host memory for this rank's parts of `known` tensors, which training changes.
+    def empty_changing(self, tensors: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+        """Return uninitialised host memory for this rank's parts of `tensors` tensors, which training changes.
 
         Raises LookupError if some are missing.
         """
         return of_roles(
-            {worker.role: torch_worker(worker).empty_parts(of_role(worker.role, known)) for worker in self._changed()}
+            {worker.role: torch_worker(worker).empty_parts(of_role(worker.role, tensors)) for worker in self._changed()}
         )
 
     def copy_changing(self) -> dict[str, WeightPart]:

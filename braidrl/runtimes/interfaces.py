@@ -278,9 +278,9 @@ class Interrupts:
         finally:
             self._local = False
 
-    def agree(self, asked: bool) -> None:
+    def agree(self, is_asked: bool) -> None:
         """Raise KeyboardInterrupt on every calling rank if a rank was asked to stop and no hold is active."""
-        if asked and not self._holds:
+        if is_asked and not self._holds:
             self.asked = False
             raise KeyboardInterrupt
 

@@ -88,22 +88,22 @@ class Replica:
             return True
         if copies is None:
             copies = executor.copy_changing() if has_state else {}
-        ranks, wanted, is_whole = Ranks(supervisor=self.world), dict[str, WeightPart](), True
-        known = gather_shard_index(copies, ranks, machine())
+        ranks, missing, is_whole = Ranks(supervisor=self.world), dict[str, WeightPart](), True
+        held = gather_shard_index(copies, ranks, machine())
         try:
-            wanted = {} if has_state else executor.empty_changing(known.tensors)
+            missing = {} if has_state else executor.empty_changing(held.tensors)
         except LookupError:
             is_whole = False
-        index = gather_shard_index(wanted, ranks)
+        index = gather_shard_index(missing, ranks)
         if not all(self.world.gather("ranks that know their tensors", is_whole, bool)):
             return False
         try:
-            transfer = WeightTransfer(known, known.groups(index), ranks, device=HOST)
+            transfer = WeightTransfer(held, held.groups(index), ranks, device=HOST)
         except ValueError:  # on every rank
             return False
-        transfer.run(copies, wanted)
+        transfer.run(copies, missing)
         if not has_state:
-            executor.restore_changing(wanted)
+            executor.restore_changing(missing)
         return True
 
     def leave(self) -> None:
@@ -114,14 +114,14 @@ class Replica:
         """Plan which blocks go to a neighbour; all ranks call this together."""
         self.leave()
         ranks = Ranks(supervisor=self.world)
-        known = gather_shard_index(parts, ranks, machine())
-        groups, names = lone_blocks(known), list(known.tensors)
+        index = gather_shard_index(parts, ranks, machine())
+        groups, names = lone_blocks(index), list(index.tensors)
         if any(group.wanted for group in groups):
-            self.transfer = WeightTransfer(known, groups, ranks, device=HOST)
+            self.transfer = WeightTransfer(index, groups, ranks, device=HOST)
         for group in groups:
             for box in (box for rank, box in group.wanted if rank == self.world.rank):
                 for name in (names[tensor] for tensor in group.tensors):
-                    tensor = known.tensors[name].tensor
+                    tensor = index.tensors[name].tensor
                     self.spares.append((name, torch.Size(group.shape), tensor.dtype, box))
         self.names = list(parts)
 
@@ -138,15 +138,15 @@ class Replica:
         return both
 
 
-def lone_blocks(known: ShardIndex) -> list[TensorGroup]:
+def lone_blocks(index: ShardIndex) -> list[TensorGroup]:
     """Return the groups of tensors with the blocks that only one rank has; the neighbour of that rank wants them."""
-    away = distance_to_neighbour(known.machines)
+    away = distance_to_neighbour(index.machines)
     groups = []
-    for group in known.groups():
+    for group in index.groups():
         ranks_with = Counter(box for _, box in group.held)
         lone = [(rank, box) for rank, box in group.held if box.elements and ranks_with[box] == 1]
-        wanted = [((rank + away) % len(known.machines), box) for rank, box in lone]
-        groups.append(replace(group, wanted=wanted if len(known.machines) > 1 else ()))
+        receivers = [((rank + away) % len(index.machines), box) for rank, box in lone]
+        groups.append(replace(group, wanted=receivers if len(index.machines) > 1 else ()))
     return groups
 
 

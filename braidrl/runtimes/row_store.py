@@ -145,15 +145,17 @@ class RowStore:
         if vision is not None and "images" in rows:
             # One placeholder for each image reads better than its tokens.
             pairs = zip(prompt_ids, rows["images"], strict=True)
-            seen = [(prompt, [s for s in moved(spans, 0) if s.start < len(prompt)]) for prompt, spans in pairs]
-            prompt_ids = [vision.collapse(prompt, spans) for prompt, spans in seen]
+            spans_of_prompts = [
+                (prompt, [s for s in moved(spans, 0) if s.start < len(prompt)]) for prompt, spans in pairs
+            ]
+            prompt_ids = [vision.collapse(prompt, spans) for prompt, spans in spans_of_prompts]
         ids = list(map(tuple, prompt_ids))
         distinct = list(dict.fromkeys(ids))
         texts = dict(zip(distinct, decoded(self.tokenizer, distinct, False), strict=True))
-        prompts = [texts[one] for one in ids]
+        prompts = [texts[tokens] for tokens in ids]
         skips = self.config.reward.skip_special_tokens
-        said = responses(rows, self.tokenizer, self.ends, skips) if "tokens" in rows else [""] * len(rows)
-        return [RowText(*texts) for texts in zip(prompts, said, strict=True)]
+        texts_of_responses = responses(rows, self.tokenizer, self.ends, skips) if "tokens" in rows else [""] * len(rows)
+        return [RowText(*texts) for texts in zip(prompts, texts_of_responses, strict=True)]
 
     def record(self, path: Path, rows: Rows, later: Rows | None = None) -> None:
         """Write rows with their texts and the new columns of later stages, for people and for a replay, which starts

@@ -105,9 +105,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.folder_identity = identity(self.folder)
         self.fingerprints = fingerprints(self.prepared) if self.world.first else {}
         self.progress = Progress(config.trainer.steps, shown=self.world.first)
-        said = [*chosen, *without_effect(config), *unusual_rates(config, flow)]
-        said += [source.report() for source in self.prepared.sources]
-        for line in [str(self.folder), *said, *vocabulary_lines(self.prepared)]:
+        lines = [*chosen, *without_effect(config), *unusual_rates(config, flow)]
+        lines += [source.report() for source in self.prepared.sources]
+        for line in [str(self.folder), *lines, *vocabulary_lines(self.prepared)]:
             self.progress.print(line)
         set_up_torch(config)
         self.interrupts = Interrupts(alone=world is None)
@@ -168,10 +168,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
         Raises UserError if the data has changed.
         """
-        found = resume_point(self.folder, newest_whole, self.world)
-        if found is None:
+        checkpoint = resume_point(self.folder, newest_whole, self.world)
+        if checkpoint is None:
             return None
-        state = load_checkpoint(found)
+        state = load_checkpoint(checkpoint)
         accepted, refused = self.config.trainer.accept_changes, dict[str, list[str]]()
         for kind, digests in self.fingerprints.items():
             before = state.fingerprints.get(kind, {})
@@ -185,7 +185,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 "it back, or go on "
                 f"regardless with trainer.accept_changes=[{', '.join([*accepted, *refused])}]"
             )
-        return found, state
+        return checkpoint, state
 
     def __exit__(self, *_: object) -> None:
         self.resources.close()
@@ -515,7 +515,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
         """Record the batch of a failed update; return a message about it."""
         # If several ranks failed, the message names those with non-finite numbers.
-        said = max(self.world.gather("failure", str(error)), key=lambda word: NAMES_A_TOKEN in word)
+        message = max(self.world.gather("failure", str(error)), key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:
             if self.records:
                 self.backend.record(rollout_path(self.folder, step), *error.batch)
@@ -525,23 +525,23 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay "
             f"{self.folder}"
         )
-        other = "go on without such updates with trainer.skip_bad_updates=true"
+        alternative = "go on without such updates with trainer.skip_bad_updates=true"
         if self.config.trainer.skip_bad_updates:
             most = self.config.trainer.max_skipped_updates
-            other = (
+            alternative = (
                 "go on from the last checkpoint with a lower trainer.learning_rate: "
                 f"trainer.max_skipped_updates={most} were left out "
                 "in a row"
             )
-        return f"step {step}: {said}; see it again with `{again}`, or {other}"
+        return f"step {step}: {message}; see it again with `{again}`, or {alternative}"
 
     def _begin(self) -> None:
         last = self.world.share("metrics", self.metrics.last if self.metrics else None)
         # A resumed run that had reached its target is complete.
         self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
         # A run that was stopped in its first step and resumes has the line of step 0 already.
-        wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
-        if wanted and not self.config.evaluation.before_first_step:
+        evaluates = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
+        if evaluates and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
             tried = evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
             if self.config.evaluation.best:
@@ -549,7 +549,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             for name in self.config.data.evaluation_sources if self.world.first else ():
                 path = rollout_path(self.folder, 0, name)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        elif wanted:
+        elif evaluates:
             metrics = self._evaluate()
             if metrics and self.metrics:
                 # The training metrics of a line before the first step are null.
@@ -571,8 +571,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """Return the highest value of a metric with which a checkpoint was written, as the first rank knows it."""
         if self.world.first:
             self.checkpoints.wait()
-        known = best_checkpoint(self.folder) if self.world.first else None
-        value: float | None = known.value if known and known.metric == name else None
+        best = best_checkpoint(self.folder) if self.world.first else None
+        value: float | None = best.value if best and best.metric == name else None
         return self.world.share("best value", value)
 
     def _snapshot(self) -> RunState:

@@ -93,9 +93,9 @@ class Session(AbstractContextManager["Session"]):
         """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the
         flow has none.
         """
-        known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.deployment.roles)
-        if role not in FAMILIES and role not in known:
-            raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, known)))}")
+        roles = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.deployment.roles)
+        if role not in FAMILIES and role not in roles:
+            raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, roles)))}")
         return SessionRole(self, role)
 
     def batches(self) -> Iterator[SessionTable]:
@@ -293,8 +293,8 @@ class SessionRole:
         stages = Role(self.name) if family is None else RegisteredNames(family, self.name)
         make = getattr(stages, method, None)
         if make is None:
-            own = self.session.config.roles.get(self.name)
-            if own is None or own.methods is None:
+            role_config = self.session.config.roles.get(self.name)
+            if role_config is None or role_config.methods is None:
                 raise UserError(
                     f"{self.name} has no stage {method!r}. {suggest(method, ROLE_TYPES)} For a method of your own "
                     f"write roles.{self.name}.methods=file.py:Class"

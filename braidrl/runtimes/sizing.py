@@ -103,27 +103,27 @@ class DeviceGroup:
 
 def device_groups(deployment: Deployment) -> list[DeviceGroup]:
     """Return the devices of the pools' workers, or engines if a pool only generates, and the roles that they hold."""
-    found, flow = [], deployment.flow
+    groups, flow = [], deployment.flow
     for pool in deployment.pools:
         # A role that only follows another one has no optimizer.
         uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
         engines = 1 if pool.models else max(1, pool.engines * pool.engine_devices)
-        found.append(DeviceGroup(pool.workers * engines, tuple(uses), pool.kind))
-    return found
+        groups.append(DeviceGroup(pool.workers * engines, tuple(uses), pool.kind))
+    return groups
 
 
 def after_first(world: World, check: Callable[[], T]) -> T:
     """Call `check` on the first rank, then on all others; raise the first one's UserError in all of them."""
-    refused, made = "", None
+    refused, result = "", None
     if world.first:
         try:
-            made = check()
+            result = check()
         except UserError as error:
             refused = str(error)
     if refused := world.share("checked", refused):
         raise UserError(refused)
-    return check() if made is None else made
+    return check() if result is None else result
 
 
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
@@ -149,8 +149,8 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
     # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this
     # process.
     free = not mode.placed and not (mode.concurrent and train)
-    known = world.gather("memory of the devices", device_memory(config.device, free=free))
-    return with_fitting_sizes(prepared, None if None in known else min(known))
+    memory_of_ranks = world.gather("memory of the devices", device_memory(config.device, free=free))
+    return with_fitting_sizes(prepared, None if None in memory_of_ranks else min(memory_of_ranks))
 
 
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
@@ -159,17 +159,17 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     `memory` are the bytes of a device that the run may use; None without a CUDA device, where only `rollout.slots=auto`
     is chosen.
     """
-    given = prepared.config
+    config_before = prepared.config
     on_cpu = memory is None
     if memory is None:
-        if given.rollout.slots != "auto" or given.rollout.engine in ("vllm", "http"):
+        if config_before.rollout.slots != "auto" or config_before.rollout.engine in ("vllm", "http"):
             return prepared, []
         # The same on all ranks of a machine, unlike its free memory.
         memory = psutil.virtual_memory().total // 2
-    found = [fitting_sizes(memory, demand) for demand in demands(prepared)]
-    slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
+    sizes = [fitting_sizes(memory, demand) for demand in demands(prepared)]
+    slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*sizes, strict=True))
     fitting = None if on_cpu else min(tokens, default=None)
-    sized = replace(prepared, config=with_sizes(given, min(slots, default=None), fitting))
+    sized = replace(prepared, config=with_sizes(config_before, min(slots, default=None), fitting))
     if shares_devices(prepared) or prepared.deployment.engines.hosts_vllm:
         config = sized.config
         if config.rollout.engine == "vllm" and "gpu_memory_utilization" not in config.rollout.vllm:
@@ -185,7 +185,7 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
             "trainer.max_tokens_per_device": c.trainer.max_tokens_per_device,
             "rollout.vllm.gpu_memory_utilization": c.rollout.vllm.get("gpu_memory_utilization"),
         }
-        for c in (given, sized.config)
+        for c in (config_before, sized.config)
     )
     chosen = [f"{key}={value}" for key, value in after.items() if value != before[key]]
     return sized, [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
@@ -210,23 +210,23 @@ def demands(prepared: Prepared) -> list[Demand]:
         prompts = max(map(len, prepared.eval_sources.values()), default=MOST_SLOTS)
         rows = min(prompts, config.evaluation.max_prompts or prompts) * config.evaluation.samples
     configs = [with_sizes(config, 1, SAMPLED_TOKENS), with_sizes(config, 1, 2 * SAMPLED_TOKENS)]
-    sizes, found = [replace(prepared.deployment, config=sized) for sized in configs], []
+    sizes, demands_of_groups = [replace(prepared.deployment, config=sized) for sized in configs], []
     for group in groups:
-        one, two = ([footprint(use, size, group.devices) for use in group.uses] for size in sizes)
-        working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
+        first, second = ([footprint(use, size, group.devices) for use in group.uses] for size in sizes)
+        working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(first, second, strict=True)]
         token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
         training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
-        stays = sum(size for part in one for name, size in part.resident.items() if name != CACHE)
-        cache = max((part.resident.get(CACHE, 0) for part in one), default=0)
+        stays = sum(size for part in first for name, size in part.resident.items() if name != CACHE)
+        cache = max((part.resident.get(CACHE, 0) for part in first), default=0)
         if config.trainer.resident_gib is not None:
             stays = min(stays, int(config.trainer.resident_gib * GIB))
         if beside:
             # An engine process shares the device, and keeps its memory.
-            own = (p.shape for p in one if p.use.generates and ENGINE not in p.resident)
-            stays += training + sum(shape.parameters * shape.element_bytes for shape in own)
+            shapes = (p.shape for p in first if p.use.generates and ENGINE not in p.resident)
+            stays += training + sum(shape.parameters * shape.element_bytes for shape in shapes)
             stays, cache, training = (stays + cache, 0, 0) if config.rollout.slots else (stays, cache, 0)
-        found += [Demand(stays, training, token, cache, longest_row, rows, beside)] if group.uses else []
-    return found
+        demands_of_groups += [Demand(stays, training, token, cache, longest_row, rows, beside)] if group.uses else []
+    return demands_of_groups
 
 
 def shares_devices(prepared: Prepared) -> bool:
@@ -239,15 +239,15 @@ def shares_devices(prepared: Prepared) -> bool:
 
 def beside_vllm(prepared: Prepared) -> list[int]:
     """Return the bytes that training takes of each kind of device while a vLLM on it keeps its memory."""
-    config, found = prepared.config, []
+    config, trained_bytes = prepared.config, []
     for group in device_groups(prepared.deployment):
         parts = [footprint(use, prepared.deployment, group.devices) for use in group.uses]
-        stays = sum(size for one in parts for part, size in one.resident.items() if part not in (ENGINE, CACHE))
-        working = max((sum(one.working.values()) for one in parts), default=0)
+        stays = sum(size for part in parts for name, size in part.resident.items() if name not in (ENGINE, CACHE))
+        working = max((sum(part.working.values()) for part in parts), default=0)
         # A sleeping engine has freed its memory while roles work; on the ranks that train it always sleeps then.
         sleeps = config.rollout.vllm.get("enable_sleep_mode") or prepared.deployment.engines.hosts_vllm
-        found.append(stays if sleeps else stays + working)
-    return found
+        trained_bytes.append(stays if sleeps else stays + working)
+    return trained_bytes
 
 
 def check_engine_memory(prepared: Prepared) -> None:

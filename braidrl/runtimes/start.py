@@ -105,19 +105,19 @@ def check_runtime(deployment: Deployment, generates: bool, trains: bool, planned
     if rollout.tokens_per_iteration is None and rollout.repeated_tokens is not None:
         raise UserError("rollout.repeated_tokens ends suspended responses; write rollout.tokens_per_iteration too")
     if rollout.tokens_per_iteration is not None:
-        given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
+        setting = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"
         generating = [stage for stage in flow.stages if stage.kind is Kind.GENERATE]
         if len(generating) != 1 or {"into", "policies"} & generating[0].params.keys():
             raise UserError(
-                f"{given} suspends the one response of a row, and flow {flow.name} generates none, several, one with "
+                f"{setting} suspends the one response of a row, and flow {flow.name} generates none, several, one with "
                 "a name (`into`) or several `policies`; remove it"
             )
         played, environment = str(generating[0].params.get("environment", "")), rollout.environment
         if played.startswith(AGENTS):
-            raise UserError(f"{given} suspends episodes, and the loop of {played} cannot be played again; remove it")
+            raise UserError(f"{setting} suspends episodes, and the loop of {played} cannot be played again; remove it")
         if played and environment.resume is None:
             raise UserError(
-                f"{given} suspends episodes; write rollout.environment.resume=replay if {played} answers the same "
+                f"{setting} suspends episodes; write rollout.environment.resume=replay if {played} answers the same "
                 "actions always alike, else end"
             )
         if played and rollout.repeated_tokens is not None:
@@ -125,9 +125,11 @@ def check_runtime(deployment: Deployment, generates: bool, trains: bool, planned
         columns = returned_columns(columns_of(generating[0]))
         aligned = [column.name for column in columns if column.alignment == "tokens"]
         if played and aligned:
-            raise UserError(f"{given} suspends episodes, which cannot resume {aligned[0]}; remove it")
+            raise UserError(f"{setting} suspends episodes, which cannot resume {aligned[0]}; remove it")
         if trainer.max_staleness < 1 or trainer.surplus != "keep":
-            raise UserError(f"{given} resumes responses later; write trainer.max_staleness=1 and trainer.surplus=keep")
+            raise UserError(
+                f"{setting} resumes responses later; write trainer.max_staleness=1 and trainer.surplus=keep"
+            )
     devices = device_count(config.device)
     if not deployment.mode.sharded and devices is not None and not (planned and devices == 0):
         own_devices(devices, deployment.engines.started, deployment.engines.layout.ranks)

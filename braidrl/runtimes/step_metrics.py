@@ -105,8 +105,8 @@ def policy_metrics(role: str, generated: Rows, batch: Rows) -> dict[str, float |
         ("reward_mean", batch, "reward"),
         ("length_mean", generated, "action_tokens"),
     ):
-        own = of_namespace(index, role)
-        metrics[f"{role}/{name}"] = mean_of(own.take(own["action_tokens"] > 0), column)
+        acted = of_namespace(index, role)
+        metrics[f"{role}/{name}"] = mean_of(acted.take(acted["action_tokens"] > 0), column)
     return metrics
 
 
@@ -156,8 +156,8 @@ def sampled_metrics(generated: Rows, batch: Rows) -> dict[str, float | int | Non
     if "reward" in index and len(index):
         correct = index["correct"] if "correct" in index else index["reward"] * 0
         shares = group_shares(correct, index["reward"], index["group"])
-        known = shares if "correct" in index else {"no_signal_fraction": shares["no_signal_fraction"]}
-        metrics |= {f"groups/{name}": float(value) for name, value in known.items()}
+        reported = shares if "correct" in index else {"no_signal_fraction": shares["no_signal_fraction"]}
+        metrics |= {f"groups/{name}": float(value) for name, value in reported.items()}
     return metrics
 
 
@@ -189,8 +189,8 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
     for label, prefix in (("MFU", "utilisation/operations/"), ("bandwidth", "utilisation/bandwidth/")):
-        if found := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
-            parts.append(f"{label} {max(found):.0%}")
+        if values := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
+            parts.append(f"{label} {max(values):.0%}")
     if taken := [value for name, value in metrics.items() if name.startswith("memory/") and value is not None]:
         parts.append(f"memory {in_units(int(max(taken)))}")
     updates = sum(value for name, value in metrics.items() if name.endswith("/update_seconds") and value is not None)

@@ -51,18 +51,21 @@ class Drawn(NamedTuple):
     @staticmethod
     def played(trajectories: Sequence[Trajectory]) -> "Drawn":
         """Return the tokens drawn in all turns of trajectories."""
-        tokens, seen = np.zeros((2, len(trajectories)), dtype=np.int64)
-        for row, one in ((row, each) for row, episode in enumerate(trajectories) for each in episode.every):
-            actions, lengths = np.array(one.actions, dtype=bool), np.array(one.sequence_lengths, dtype=np.int64)
+        tokens, attended = np.zeros((2, len(trajectories)), dtype=np.int64)
+        for row, trajectory in ((row, each) for row, episode in enumerate(trajectories) for each in episode.every):
+            actions, lengths = (
+                np.array(trajectory.actions, dtype=bool),
+                np.array(trajectory.sequence_lengths, dtype=np.int64),
+            )
             places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             tokens[row] += actions.sum()
-            seen[row] += places[actions].sum()
-        return Drawn(tokens, seen)
+            attended[row] += places[actions].sum()
+        return Drawn(tokens, attended)
 
     @staticmethod
     def cat(parts: "Sequence[Drawn]") -> "Drawn":
         """Return the rows of all parts."""
-        return Drawn(np.concatenate([one.tokens for one in parts]), np.concatenate([one.seen for one in parts]))
+        return Drawn(np.concatenate([part.tokens for part in parts]), np.concatenate([part.seen for part in parts]))
 
 
 class DeviceUsage:
@@ -130,8 +133,8 @@ class DeviceUsage:
 
     def _sizes_of(self, role: str, scalar: bool = False) -> MatrixSizes:
         if role not in self._sizes:
-            own = settings_of(role, self.config)
-            shape = model_shape(own.model.expanduser(), own.dtype, scalar)
+            role_config = settings_of(role, self.config)
+            shape = model_shape(role_config.model.expanduser(), role_config.dtype, scalar)
             self._sizes[role] = MatrixSizes.of(shape.sizes, shape.parameters - shape.tower, scalar, shape.idle)
         return self._sizes[role]
 
@@ -172,6 +175,6 @@ class DeviceUsage:
         steps = decoding(tokens, own_slots).steps if peak_rows is None else int(tokens.sum()) / peak_rows
         role, dtype = str(stage.role), config.rollout.dtype
         element_bytes = (DTYPES[dtype] if dtype else settings_of(role, config).dtype).itemsize
-        steps, seen = steps * max(1, copies) / ranks, int(drawn.seen.sum())
-        read = operations.decoding_bytes(self._sizes_of(role), element_bytes, steps, seen)
+        steps, attended = steps * max(1, copies) / ranks, int(drawn.seen.sum())
+        read = operations.decoding_bytes(self._sizes_of(role), element_bytes, steps, attended)
         sums.add(f"utilisation/bandwidth/{stage.name}", read, seconds * bandwidth)

@@ -23,18 +23,18 @@ def checked_answer(line: bytes | bytearray) -> Message:
     from braidrl.parsing import parse_json  # here: only the run needs it, not the processes of the code
 
     try:
-        found = parse_json(bytes(line))
+        answer = parse_json(bytes(line))
     except ValueError as error:
-        found = str(error)[:100]
-    if not isinstance(found, dict):
-        detail = f"its process gave an answer that is not plain data: {printable(str(found)[:100])}"
+        answer = str(error)[:100]
+    if not isinstance(answer, dict):
+        detail = f"its process gave an answer that is not plain data: {printable(str(answer)[:100])}"
         return {"failure": "result", "detail": detail}
-    if "failure" not in found:
-        return found
-    reason, where = found["failure"], str(found.get("where", ""))
+    if "failure" not in answer:
+        return answer
+    reason, where = answer["failure"], str(answer.get("where", ""))
     failure = {
         "failure": reason if isinstance(reason, str) and NAME.fullmatch(reason) else "result",
-        "detail": printable(str(found.get("detail"))[:DETAIL_LENGTH]),
+        "detail": printable(str(answer.get("detail"))[:DETAIL_LENGTH]),
         "where": printable(where[:100]),
     }
-    return failure | ({"again": True} if found.get("again") is True else {})
+    return failure | ({"again": True} if answer.get("again") is True else {})

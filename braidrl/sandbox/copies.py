@@ -294,23 +294,27 @@ class SandboxedCopies:
             return f"it started more than {THREADS * limits.processes} threads"
         if start is not None:  # its memory is seen at the next look
             return ""
-        own = mapped = 0
+        private = mapped = 0
         for process in processes:
             with contextlib.suppress(OSError, IndexError), open(f"{root}/proc/{process}/statm") as file:
                 size, resident, shared, *_ = map(int, file.read().split())
-                own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
+                private, mapped = private + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
         socket_count, pipe_count = buffered([f"{root}/proc/{process}" for process in processes])
-        own += socket_count * limits.socket_bytes + pipe_count * PIPE_BYTES
+        private += socket_count * limits.socket_bytes + pipe_count * PIPE_BYTES
         for folder in limits.fresh:
             with contextlib.suppress(OSError):
                 files = os.statvfs(root + folder)
-                own += (files.f_blocks - files.f_bfree) * files.f_frsize + (files.f_files - files.f_ffree) * INODE_BYTES
-        if own + mapped > limits.memory_bytes:  # otherwise shared memory cannot exceed the limit
-            found = shared_memory([f"{root}/proc/{process}/maps" for process in processes])
-            if found is None:
+                private += (files.f_blocks - files.f_bfree) * files.f_frsize + (
+                    files.f_files - files.f_ffree
+                ) * INODE_BYTES
+        if private + mapped > limits.memory_bytes:  # otherwise shared memory cannot exceed the limit
+            shared_bytes = shared_memory([f"{root}/proc/{process}/maps" for process in processes])
+            if shared_bytes is None:
                 return f"its processes have more than {MAPPINGS} mappings of memory"
-            own += found
-        return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
+            private += shared_bytes
+        return (
+            f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if private > limits.memory_bytes else ""
+        )
 
 
 def enter_namespaces(limits: SandboxLimits) -> None:
@@ -364,21 +368,21 @@ def buffered(processes: list[str]) -> tuple[int, int]:
     """Return the number of sockets of processes, with connections to their UNIX sockets that nothing has accepted, and
     the number of their pipes.
     """
-    found, waiting = set[str](), 0
+    links, waiting = set[str](), 0
     for process in processes:
         with contextlib.suppress(OSError):
             for number in os.listdir(f"{process}/fd"):
                 with contextlib.suppress(OSError):
-                    found.add(os.readlink(f"{process}/fd/{number}"))
-    pipes = sum(name.startswith("pipe:") for name in found)
-    found = {name.strip("socket:[]") for name in found if name.startswith("socket:")}
-    if len(found) > 1:  # beside its session
+                    links.add(os.readlink(f"{process}/fd/{number}"))
+    pipes = sum(name.startswith("pipe:") for name in links)
+    sockets = {name.strip("socket:[]") for name in links if name.startswith("socket:")}
+    if len(sockets) > 1:  # beside its session
         with contextlib.suppress(OSError), open(f"{processes[0]}/net/unix") as lines:
             # Columns 5 to 7 are state, inode and address; a connection that waits has its listener's address.
             table = [line.split() for line in lines]
-            listening = {line[7] for line in table if line[6] in found and len(line) > 7}
+            listening = {line[7] for line in table if line[6] in sockets and len(line) > 7}
             waiting = sum(line[5] == WAITING and line[7] in listening for line in table if len(line) > 7)
-    return len(found) + waiting, pipes
+    return len(sockets) + waiting, pipes
 
 
 def checked(result: int) -> None:

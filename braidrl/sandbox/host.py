@@ -44,10 +44,10 @@ def main(descriptor: int) -> None:
         # As multiprocessing's connections send it; that package is not loaded here, because each page of this process
         # is copied.
         (size,) = struct.unpack("!i", run.recv(4, socket.MSG_WAITALL))
-        asked = json.loads(run.recv(size, socket.MSG_WAITALL))
-        module, _, function = asked["entry"].partition(":")
-        answer: Answerer = getattr(importlib.import_module(module), function)(**asked["arguments"])
-        serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
+        setup = json.loads(run.recv(size, socket.MSG_WAITALL))
+        module, _, function = setup["entry"].partition(":")
+        answer: Answerer = getattr(importlib.import_module(module), function)(**setup["arguments"])
+        serve(run, answer, setup["seconds"], SandboxLimits(**setup["limits"]) if setup["limits"] else None)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -62,19 +62,19 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
     while True:
         while copies and run.fileno() not in copies.watch_once():
             continue  # until the run asks for something, or is gone
-        asked, ends, _, _ = socket.recv_fds(run, 1, 1)
+        request, ends, _, _ = socket.recv_fds(run, 1, 1)
         for end in ends:
             # Programs that the code starts must not inherit its end of a session: they could answer in its place.
             os.set_inheritable(end, False)
-        if asked == LISTEN:
+        if request == LISTEN:
             with socket.create_server(("127.0.0.1", 0)) as server:
                 socket.send_fds(run, [LISTEN], [server.fileno()])
-        elif asked == HERE:
+        elif request == HERE:
             with socket.socket(fileno=ends[0]) as session:
                 answer_all(answer, session, seconds + ORPHAN_GRACE_S)
             gc.collect()
             gc.freeze()  # pages that no collection touches are shared with the copies
-        elif asked == APART and copies:
+        elif request == APART and copies:
             copies.start(socket.socket(fileno=ends[0]))
         else:
             break
@@ -94,14 +94,14 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
             if seconds is not None:
                 signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S if method == "load" else seconds)
             try:
-                found = answer(method, argument)
-                if inspect.isawaitable(found):
+                result = answer(method, argument)
+                if inspect.isawaitable(result):
                     import asyncio
 
                     runner = runner or asyncio.Runner()
-                    found = runner.run(found)
+                    result = runner.run(result)
                 sys.stdout.flush()  # the host shows a copy's output at its end
-                message = json.dumps(found)
+                message = json.dumps(result)
             except raised() as error:
                 message = json.dumps(failure_of(error))
             if seconds is not None:
@@ -129,6 +129,6 @@ def raised() -> tuple[type[BaseException], ...]:
 
 def failure_of(error: BaseException) -> Message:
     """Return an exception as a failure: its type, its text, and its location in the code."""
-    place = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in place)
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
     return {"failure": type(error).__name__, "detail": str(error)[:500], "where": where}

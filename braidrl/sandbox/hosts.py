@@ -214,15 +214,15 @@ class CodeHost:
         process = Spawned(spec)
         for descriptor in descriptors:
             os.close(descriptor)
-        asked: dict[str, Any] = {
+        setup: dict[str, Any] = {
             "entry": self.hosted.entry,
             "arguments": self.hosted.arguments,
             "limits": limits and asdict(limits),
         }
-        asked["seconds"] = self.limits.seconds
+        setup["seconds"] = self.limits.seconds
         self.loaded.clear()
         with contextlib.suppress(OSError):  # the first session notices a process that has ended
-            process.connection.send_bytes(json.dumps(asked).encode())
+            process.connection.send_bytes(json.dumps(setup).encode())
         return process
 
     def load(self, argument: Any) -> Message:

@@ -111,39 +111,39 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
     That is the command that starts it there, in-memory files that the command reads, folders of which each call has its
     own, and paths below these that stay visible.
     """
-    fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
+    fresh = [Path(path).resolve() for path in FRESH if os.path.isdir(path)]
     fresh += [Path.home().resolve()] if strict else []
     hidden = {*fresh, *map(Path, HIDDEN)}
     needed = python_places(python) | ({code.folder} if code.folder else set())
     if not strict:
-        needed |= {Path.cwd(), *(Path(place).resolve() for place in sys.path if place)}
+        needed |= {Path.cwd(), *(Path(path).resolve() for path in sys.path if path)}
     # A folder that must be fresh or hidden cannot be mounted: its code is mounted file by file.
-    shown = {place for place in needed if place.exists() and not any(one.is_relative_to(place) for one in hidden)}
+    shown = {path for path in needed if path.exists() and not any(folder.is_relative_to(path) for folder in hidden)}
     # Nothing can be mounted on a link inside a mounted folder: its target is shown.
-    shown = {place.resolve() if shown & {*place.parents} else place for place in shown}
+    shown = {path.resolve() if shown & {*path.parents} else path for path in shown}
     files = set(code.descriptors)
-    places = sorted(place for place in shown if strict or any(place.is_relative_to(one) for one in hidden))
+    places = sorted(path for path in shown if strict or any(path.is_relative_to(folder) for folder in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
     command = _machine(strict)
-    for place in fresh:
-        if place == TEMPORARY:
+    for path in fresh:
+        if path == TEMPORARY:
             command += ["--size", str(IMPORT_BYTES)]
-        command += ["--dir" if place == Path("/dev/shm") else "--tmpfs", str(place)]
-    for place in places:
-        command += ["--ro-bind", str(place), str(place)]
+        command += ["--dir" if path == Path("/dev/shm") else "--tmpfs", str(path)]
+    for path in places:
+        command += ["--ro-bind", str(path), str(path)]
     removed = [code.folder] if code.folder and code.folder in shown and not all(file.exists() for file in files) else []
     for changed in removed:  # a removed file has no place to be mounted on: its folder gets one
         command += ["--tmpfs", str(changed)]
-        for one in set(changed.iterdir()) - files:
-            command += ["--ro-bind", str(one), str(one)]
+        for sibling in set(changed.iterdir()) - files:
+            command += ["--ro-bind", str(sibling), str(sibling)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
     for locked in ["/dev", *map(str, [*fresh, *removed]), *(("/",) if strict else HIDDEN)]:
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     command += ["--chdir", "/"] if strict else []
-    kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(one) for one in fresh)]
-    kept = [p for p in kept if not any(p != other and p.is_relative_to(other) for other in kept)]
+    kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(folder) for folder in fresh)]
+    kept = [p for p in kept if not any(p != parent and p.is_relative_to(parent) for parent in kept)]
     return command, descriptors, [*map(str, fresh)], [*map(str, kept)]
 
 
@@ -156,11 +156,11 @@ def _machine(strict: bool) -> list[str]:
     for name in CAPABILITIES:
         command += ["--cap-add", name]
     if strict:
-        for place in SYSTEM:
-            if os.path.islink(place):
-                command += ["--symlink", os.readlink(place), place]
-            elif os.path.isdir(place):
-                command += ["--ro-bind", place, place]
+        for path in SYSTEM:
+            if os.path.islink(path):
+                command += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                command += ["--ro-bind", path, path]
         for name in ETC:
             command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     else:
@@ -184,8 +184,8 @@ def walls_missing(strict: bool) -> str:
     command, *_ = view(strict, sys.executable, CodeFiles())
     command += [sys.executable, "-I", "-c", TRIED]
     tried = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    said = tried.stderr.strip().splitlines() or [f"bwrap ends with {tried.returncode}"]
-    return said[-1] if tried.returncode else ""
+    lines = tried.stderr.strip().splitlines() or [f"bwrap ends with {tried.returncode}"]
+    return lines[-1] if tried.returncode else ""
 
 
 def bubblewrap() -> str | None:

@@ -91,4 +91,4 @@ def test_a_file_that_is_not_a_model_is_refused_without_leftovers(tmp_path: Path)
 
 def test_a_run_refuses_a_gguf_file_and_names_the_script_that_converts_it() -> None:
     with pytest.raises(UserError, match=r"^roles\.critic\.model: m\.gguf .*fetch\.py --gguf m\.gguf"):
-        model_here(Path("m.gguf"), "roles.critic.model", whole=True)
+        model_here(Path("m.gguf"), "roles.critic.model", with_weights=True)

@@ -95,7 +95,7 @@ class WeightMoves:
 def recorded_episodes(stage: Stage, rows: Rows, config: Config, version: int) -> dict[Uid, Recorded]:
     """Return what the episodes of rows have drawn before; a row too stale for the next batch has no budget."""
     names = [column.name for column in returned_columns(columns_of(stage))]
-    found = dict[Uid, Recorded]()
+    recorded = dict[Uid, Recorded]()
     for i, uid in enumerate(rows.uids()):
         tokens, mask, lengths = rows["tokens"][i], rows["action_mask"][i], rows["sequence_lengths"][i]
         per_token = {name: rows[name][i] for name in names}
@@ -104,8 +104,8 @@ def recorded_episodes(stage: Stage, rows: Rows, config: Config, version: int) ->
         ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
         budget = None if ends else config.rollout.tokens_per_iteration
         sequence = tokens[len(tokens) - int(lengths[-1]) :]
-        found[uid] = Recorded(tokens[mask.bool()], per_token, sequence, budget)
-    return found
+        recorded[uid] = Recorded(tokens[mask.bool()], per_token, sequence, budget)
+    return recorded
 
 
 class PartialResponses:
@@ -142,14 +142,14 @@ class PartialResponses:
         """Return the whole response; if its budget is spent it is suspended, unless it is complete or repeats
         itself.
         """
-        request, whole = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
+        request, response = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
         spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
         room = max_sequence_tokens - len(request.prompt) - len(drawn.tokens)
-        if not spent or room < 1 or len(whole.tokens) >= self.config.rollout.max_response_tokens:
-            return whole
+        if not spent or room < 1 or len(response.tokens) >= self.config.rollout.max_response_tokens:
+            return response
         window = self.config.rollout.repeated_tokens
-        repeats = window is not None and repeats_itself(whole.tokens, window)
-        return replace(whole, finish_reason=FinishReason.REPEAT if repeats else FinishReason.ABORT)
+        repeats = window is not None and repeats_itself(response.tokens, window)
+        return replace(response, finish_reason=FinishReason.REPEAT if repeats else FinishReason.ABORT)
 
 
 def images_seen(engine: RoleEngine) -> ModelImages | None:
@@ -218,30 +218,30 @@ class Generation:
                 "does not carry them: write runtime=eager"
             )
         requests = requests_of(stage, rows, self.config)
-        place = {uid: i for i, uid in enumerate(rows.uids())}
+        position = {uid: i for i, uid in enumerate(rows.uids())}
         # Greedy decoding gives all samples of a prompt the same tokens: one is generated for all.
         greedy = sampling_of(stage, self.config).takes_likeliest
         leader: dict[tuple[int, int], Uid] = {}
-        first = {uid: leader.setdefault(uid[:2], uid) if greedy else uid for uid in place}
+        first = {uid: leader.setdefault(uid[:2], uid) if greedy else uid for uid in position}
         requests = [request for request in requests if first[request.uid] == request.uid]
         partial = self.partial(stage, rows, self.moves.version)
         requests = partial.rest(requests) if partial else requests
         # Answers in a suspended group would be checked in vain.
         verify = [] if partial else early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
-            early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop)
+            early = EarlyChecks(self.checks, engine, rows, position, verify, bar, stop)
             if stop is not None:
                 stop.bar = bar
 
             def ended(response: Response) -> None:
-                whole = partial.joined(response, engine.max_sequence_tokens) if partial else response
-                done[response.uid] = whole
-                early.add(whole)
+                complete = partial.joined(response, engine.max_sequence_tokens) if partial else response
+                done[response.uid] = complete
+                early.add(complete)
 
             done = dict(partial.complete) if partial else {}
             drawn = self._draw(stage, requests, ended, stop, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
-            finished = [done[uid] if uid in done else replace(done[other], uid=uid) for uid, other in first.items()]
+            finished = [done[uid] if uid in done else replace(done[source], uid=uid) for uid, source in first.items()]
             for copy in finished:
                 if copy.uid not in done:
                     early.add(copy)
@@ -408,16 +408,17 @@ class Generation:
         each kind is shown.
         """
         # A suspended episode counts when it has ended.
-        ended = [one for one in played if one.finish_reason is not FinishReason.ABORT]
+        ended = [episode for episode in played if episode.finish_reason is not FinishReason.ABORT]
         if ended:
-            sums.add("environment/turns", sum(each.turns for one in ended for each in one.every), len(ended))
-        failures = Counter(one.failure for one in played if one.failure is not None)
-        if again := sum(one.attempt for one in played):
+            turns = sum(trajectory.turns for episode in ended for trajectory in episode.every)
+            sums.add("environment/turns", turns, len(ended))
+        failures = Counter(episode.failure for episode in played if episode.failure is not None)
+        if again := sum(episode.attempt for episode in played):
             sums.add("environment/played_again", again)
         if ended:
             sums.add("environment/failed_fraction", sum(failures.values()), len(ended))
         for reason, count in failures.items():
-            first = next(one for one in played if one.failure == reason)
+            first = next(episode for episode in played if episode.failure == reason)
             words = (
                 f"{stage.name}: {count} of {len(played)} trajectories ended by {reason}; row {first.uid}: "
                 f"{first.detail}"
@@ -425,12 +426,12 @@ class Generation:
             sums.add(f"environment/failures/{reason}", count)
             sums.add(FAILURE + words, 0.0, count)
             self.progress.print(words)
-        found, sees = dict[str, Column](), self.vision is not None
+        columns, sees = dict[str, Column](), self.vision is not None
         for number, into in enumerate(namespaces_of(stage.params)):
-            own = [one.every[number] for one in played]
-            found |= self.named(into, trajectory_columns(own, limits, columns_of(stage), sees))
+            trajectories = [episode.every[number] for episode in played]
+            columns |= self.named(into, trajectory_columns(trajectories, limits, columns_of(stage), sees))
         # A row is as old as the oldest token of its episode.
-        return with_oldest_version(found) if policies_of(stage)[1:] else found
+        return with_oldest_version(columns) if policies_of(stage)[1:] else columns
 
     def named(self, into: str | None, columns: Mapping[str, Column]) -> Mapping[str, Column]:
         """Return the generated columns in a namespace, and each row's count of reconsiderations."""
@@ -482,9 +483,9 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
 def sampling_of(stage: Stage, config: Config) -> SamplingParams:
     """Return a generate stage's sampling settings: its own, else those of `rollout`."""
     rollout, params = config.rollout, stage.params
-    own = {name: params.get(name, getattr(rollout, name)) for name in ("temperature", "top_p", "top_k")}
+    settings = {name: params.get(name, getattr(rollout, name)) for name in ("temperature", "top_p", "top_k")}
     return SamplingParams(
-        **own,
+        **settings,
         max_tokens=rollout.max_response_tokens,
         stop_token_ids=tuple(rollout.stop_token_ids),
         stop=tuple(rollout.stop),

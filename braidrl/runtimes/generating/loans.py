@@ -54,9 +54,9 @@ def skimmed(amounts: Sequence[int], count: int) -> list[int]:
 def planned_moves(waiting: Sequence[int], free: Sequence[int]) -> list[Move]:
     """Return the moves of waiting rows to free slots: from the ranks with the most, to the ranks with the most."""
     count = min(sum(waiting), sum(free))
-    given, slots, moves = skimmed(waiting, count), skimmed(free, count), list[Move]()
+    lent_rows, slots, moves = skimmed(waiting, count), skimmed(free, count), list[Move]()
     borrowers = (rank for rank, rows in enumerate(slots) for _ in range(rows))
-    for lender, rows in enumerate(given):
+    for lender, rows in enumerate(lent_rows):
         to = Counter(next(borrowers) for _ in range(rows))
         moves += [Move(lender, borrower, lent) for borrower, lent in to.items()]
     return moves

@@ -70,24 +70,24 @@ class Checks:
         with self.lock:
             if not any(uids.issuperset(part.uids()) for part, _ in self.pending.get(stage.name, ())):
                 self.begin(stage, rows)
-            known = self.pending.pop(stage.name)
-            started = [(part, pending) for part, pending in known if uids.issuperset(part.uids())]
-            if len(started) < len(known):
-                self.pending[stage.name] = [one for one in known if not uids.issuperset(one[0].uids())]
+            batches = self.pending.pop(stage.name)
+            started = [(part, pending) for part, pending in batches if uids.issuperset(part.uids())]
+            if len(started) < len(batches):
+                self.pending[stage.name] = [batch for batch in batches if not uids.issuperset(batch[0].uids())]
         with self.progress.stage(stage.name, len(rows)) as bar:
             parts = []
             for part, pending in started:
                 with WORK.waiting():  # checks have their own limits
-                    found = pending.result(scores_of(stage))
-                parts.append(part.only(IDENTITY).with_columns(found))
+                    columns = pending.result(scores_of(stage))
+                parts.append(part.only(IDENTITY).with_columns(columns))
                 bar.update(len(part))
                 for kind, words in pending.count(scores_of(stage), sums).items():
                     if kind not in self.shown:  # later ones of the same kind are only counted
                         self.shown.add(kind)
                         self.progress.print(f"{words}; its row counts as wrong")
         checked = Rows.cat(parts)
-        place = {uid: i for i, uid in enumerate(checked.uids())}
-        return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
+        position = {uid: i for i, uid in enumerate(checked.uids())}
+        return checked.take([position[uid] for uid in rows.uids()]).without(IDENTITY)
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class EarlyStop:
         self.undecided = {uid[1] for uid in uids if uid[2] == 0} if segment is not None else set[int]()
         """The groups that this rank decides: those whose first sample it has."""
         self.awaited = {
-            group: [uid for uid in ((*next(iter(own))[:2], n) for n in range(samples)) if uid not in own]
-            for group, own in self.left.items()
-            if group in self.undecided and len(own) < samples
+            group: [uid for uid in ((*next(iter(local))[:2], n) for n in range(samples)) if uid not in local]
+            for group, local in self.left.items()
+            if group in self.undecided and len(local) < samples
         }
         """Rows of those groups that are on other ranks."""
         self.waiting: list[tuple[Rows, list[Pending]]] = []
@@ -218,16 +218,17 @@ class EarlyStop:
             least = totals.least
             self._take(totals)
 
-    def close(self, whole: bool = True) -> None:
-        """Report the remaining results and wait for the other ranks, after all rows of this rank have ended; if they
-        have not ended as a `whole`, there are no results.
+    def close(self, complete: bool = True) -> None:
+        """Report the remaining results and wait for the other ranks, after all rows of this rank have ended.
+
+        Without `complete` some have not ended, and there are no results.
         """
         if self.is_closed:
             return
-        self.is_closed, self.turn, self.left_rows = True, NOTHING_LEFT, not whole
+        self.is_closed, self.turn, self.left_rows = True, NOTHING_LEFT, not complete
         if self.loans is not None:
             self.loans.close()
-        self._decide(wait=whole)
+        self._decide(wait=complete)
         if self.rounds is not None and (totals := self.rounds.ended(wait=True)) is not None:
             self._take(totals)
             self._decide(wait=False)
@@ -260,7 +261,7 @@ class EarlyStop:
         is_enough = self.segment is not None and self.segment.is_enough(certain, self.before)
         self.before = totals.least
         if self.bar is not None:
-            rows, tokens, total = (total - own for total, own in zip(counts, self.posted, strict=True))
+            rows, tokens, total = (total - ours for total, ours in zip(counts, self.posted, strict=True))
             self.bar.show_others(rows, tokens, total)
         return is_enough
 
@@ -281,14 +282,14 @@ class EarlyStop:
                 elif self.mail is not None:
                     put_message(self.mail, self._key(uid), bytes(pack_rows(row)))
         self._collect()
-        whole = [group for group, rows in self.known.items() if len(rows) == self.samples]
-        for group in whole:
+        complete = [group for group, rows in self.known.items() if len(rows) == self.samples]
+        for group in complete:
             assert self.segment is not None
             rows = Rows.cat(self.known.pop(group))
             self.undecided.discard(group)
             if not any(dropped(stage, rows) for stage in self.segment.select):
                 self.kept.append(group)
-        return bool(whole)
+        return bool(complete)
 
     def _collect(self) -> None:
         """Take the rows that other ranks have sent of this rank's groups, once all rows of a group are there."""
@@ -313,15 +314,15 @@ class EarlyChecks:
         checks: Checks,
         engine: RoleEngine,
         rows: Rows,
-        place: Mapping[Uid, int],
+        positions: Mapping[Uid, int],
         verify: Sequence[Stage],
         bar: Bar,
         stop: EarlyStop | None,
     ) -> None:
-        """Start; `place` is each row's position in `rows`, and `verify` the stages that may start early. `stop` gets
-        each finished row.
+        """Start; `positions` is each row's position in `rows`, and `verify` the stages that may start early. `stop`
+        gets each finished row.
         """
-        self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
+        self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, positions, bar
         self.verify = verify if checks.rewards is not None else ()
         for stage in self.verify:
             # Those left belong to rows that ended early with their group and never reached the stage.
@@ -359,7 +360,7 @@ def early_verify_stages(flow: Flow, stage: Stage) -> list[Stage]:
     later = flow.stages[flow.stages.index(stage) + 1 :] if stage in flow.stages else ()
     return [
         verify
-        for verify in takewhile(lambda other: other.kind is not Kind.INFER, later)
+        for verify in takewhile(lambda later_stage: later_stage.kind is not Kind.INFER, later)
         if verify.type == "verify"
         and "of" not in verify.params
         and {stage.name} <= {column.writer for column in flow.inputs[verify.name]} <= {stage.name, ADMISSION}
@@ -373,9 +374,9 @@ def scores_of(stage: Stage) -> Scores:
 
 def verified(flow: Flow, stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:
     """Return the columns that a verify stage writes for `rows`, from the results of its checks."""
-    found = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
-    assert isinstance(found, Tensor)
-    return {**checked, **added_scores(flow, stage, rows, found)}
+    scores = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
+    assert isinstance(scores, Tensor)
+    return {**checked, **added_scores(flow, stage, rows, scores)}
 
 
 def added_scores(flow: Flow, stage: Stage, rows: Rows, scores: Tensor) -> Mapping[str, Column]:

@@ -273,8 +273,8 @@ class HybridBackend:
     def _where_made(self, table: Handle) -> tuple[WorkerGroup, Partition]:
         """Wait for the rows; return the group that generated or read them, and the rows of each of its ranks."""
         self.index(table)
-        made = [o for o in table.outputs if o.stage.type == "generate" and "tokens" in o.stage.writes]
-        return where_computed(table, [*made, *(output for output in table.outputs if output.stage is READ)])
+        generating = [o for o in table.outputs if o.stage.type == "generate" and "tokens" in o.stage.writes]
+        return where_computed(table, [*generating, *(output for output in table.outputs if output.stage is READ)])
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
         """Start, or for a compute stage wait for, the inputs of a stage; then return its group, and the rows of each of

@@ -232,18 +232,18 @@ class RunWorkers:
         Pools whose nodes or devices are configured keep their size.
         """
         deployment = self.prepared.deployment
-        whole = next(pool for pool in deployment.pools if pool.name == group.pool.name)
-        if whole.nodes is not None or whole.kind is not None:
-            return whole.workers
-        taken = [place for other in self.groups if other is not group for place in other.places]
+        configured = next(pool for pool in deployment.pools if pool.name == group.pool.name)
+        if configured.nodes is not None or configured.kind is not None:
+            return configured.workers
+        taken = [taken_slot for neighbour in self.groups if neighbour is not group for taken_slot in neighbour.places]
         room = room_for(nodes, taken, group.places[0].cpus, group.places[0].gpus)
-        sizes = range(min(whole.workers, room), 0, -1)
-        return next((size for size in sizes if deployment.fits(replace(whole, workers=size))), 0)
+        sizes = range(min(configured.workers, room), 0, -1)
+        return next((size for size in sizes if deployment.fits(replace(configured, workers=size))), 0)
 
     def can_grow(self) -> bool:
         """Return True if a group that has lost workers with a node can have more again."""
-        whole = {pool.name: pool.workers for pool in self.prepared.deployment.pools}
-        if all(group.pool.workers == whole[group.pool.name] for group in self.groups):
+        configured = {pool.name: pool.workers for pool in self.prepared.deployment.pools}
+        if all(group.pool.workers == configured[group.pool.name] for group in self.groups):
             return False
         nodes = self.home.cluster.living_nodes()
         return any(self.size_for(group, nodes) > group.pool.workers for group in self.groups)
@@ -276,9 +276,9 @@ class RunWorkers:
                 group.end()
                 fresh.append(group)
             group.limit_s = cluster.config.wait_limit_s
-        said = list(filter(None, (self._find_places(group) for group in fresh)))
+        lines = list(filter(None, (self._find_places(group) for group in fresh)))
         self.begin(fresh)
-        return said
+        return lines
 
     def _find_places(self, group: WorkerGroup) -> str:
         """Give a group places on the nodes that live, unless its own are there; return a line if its size changes.
@@ -289,13 +289,13 @@ class RunWorkers:
         size = self.size_for(group, nodes)
         if size == 0:
             raise WorkerError(f"no node that lives has room for {group.pool.name}")
-        if size == before and all(place.node in nodes for place in group.places):
+        if size == before and all(slot.node in nodes for slot in group.places):
             return ""
         group.cluster.release(group.places)
         (places,) = group.cluster.reserve([replace(group.pool, workers=size)])
         group.resize(places)
-        whole = next(pool.workers for pool in self.prepared.deployment.pools if pool.name == group.pool.name)
-        return f"{group.pool.name} continues with {size} of {whole} workers" if size != before else ""
+        configured = next(pool.workers for pool in self.prepared.deployment.pools if pool.name == group.pool.name)
+        return f"{group.pool.name} continues with {size} of {configured} workers" if size != before else ""
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:

@@ -107,10 +107,13 @@ class Output:
         self.table, self.key, self.group, self.futures = None, key, group, futures
         size = sum(map(len, positions))
         self.worker, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-        for one, rows in zip(futures, positions, strict=True):
-            place = torch.as_tensor(rows, dtype=torch.int64)
-            self.worker[place], self.row[place] = one.worker, torch.arange(len(place))
-            weakref.finalize(one, group.unread.append, (one.worker, key)).atexit = False
+        for future, rows in zip(futures, positions, strict=True):
+            positions_of_call = torch.as_tensor(rows, dtype=torch.int64)
+            self.worker[positions_of_call], self.row[positions_of_call] = (
+                future.worker,
+                torch.arange(len(positions_of_call)),
+            )
+            weakref.finalize(future, group.unread.append, (future.worker, key)).atexit = False
 
     def finish(self, answers: Sequence[CallResult]) -> None:
         self.payload = frozenset(column for answer in answers for column in answer.columns)
@@ -157,13 +160,13 @@ class Handle:
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the rows' columns, including those of running calls."""
-        found = {name for output in self.outputs for name in (*output.stage.writes, *output.payload)}
-        return iter(found | {name for output in self.outputs if output.index is not None for name in output.index})
+        names = {name for output in self.outputs for name in (*output.stage.writes, *output.payload)}
+        return iter(names | {name for output in self.outputs if output.index is not None for name in output.index})
 
     def take(self, positions: Sequence[int]) -> "Handle":
         rows = self.rows[:, torch.as_tensor(positions, dtype=torch.int64)]
         # An unused output would keep its rows on the workers.
-        used = [n for n, own in enumerate(rows) if not len(own) or bool((own >= 0).any())]
+        used = [n for n, numbers in enumerate(rows) if not len(numbers) or bool((numbers >= 0).any())]
         return Handle(tuple(self.outputs[n] for n in used), rows[used])
 
     @staticmethod
@@ -187,12 +190,12 @@ class Handle:
 
     def writers(self, names: Collection[str]) -> list[Output]:
         """Return the outputs that write one of these columns or, earlier, another column of such an output."""
-        wanted, found = set(names), list[Output]()
+        needed, outputs = set(names), list[Output]()
         for output in reversed(self.outputs):
-            if not wanted.isdisjoint(output.stage.writes):
-                found.append(output)
-                wanted.update(output.stage.writes)
-        return found[::-1]
+            if not needed.isdisjoint(output.stage.writes):
+                outputs.append(output)
+                needed.update(output.stage.writes)
+        return outputs[::-1]
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
         """Return the table as a worker receives it; appends to `awaited` the futures whose answers must come with the
@@ -220,7 +223,7 @@ class Handle:
         index = self.index
         if reads is None:
             computed = [output.index for output in self.outputs if output.index and not output.futures]
-            names = sorted({name for own in computed for name in own})
+            names = sorted({name for columns in computed for name in columns})
         else:
             names = [name for name in index if name in reads or name in (*IDENTITY, "length")]
         return Part(len(self), pack_rows(index.only(names)), tuple(kept))

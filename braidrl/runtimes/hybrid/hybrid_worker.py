@@ -344,11 +344,11 @@ class HybridWorker:
         if len(part):
             self.rows.save(path / f"{self.rank:05}", self._rows_of(part, None))
 
-    def fetch(self, wanted: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
+    def fetch(self, requests: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
         """Return payload columns, or without names all, of some rows (n,) kept under each key: as arrays, which Ray
         copies only once.
         """
-        return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*request))] for request in wanted]
+        return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*request))] for request in requests]
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
@@ -382,11 +382,11 @@ class HybridWorker:
         if not len(part):
             return Rows({})
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}
-        segments, places, wanted = list[tuple[Tensor, Rows]](), list[Tensor](), list[Wanted]()
-        for key, known, workers, numbers in part.kept:
+        segments, places, to_fetch = list[tuple[Tensor, Rows]](), list[Tensor](), list[Wanted]()
+        for key, index_columns, workers, numbers in part.kept:
             for worker in np.unique(workers[workers >= 0]).tolist():
                 positions = (workers == worker).nonzero()[0]
-                rows, columns = numbers[positions], known
+                rows, columns = numbers[positions], index_columns
                 if columns is None:
                     answer = came[worker, key]
                     columns = answer.columns
@@ -395,24 +395,24 @@ class HybridWorker:
                 named = () if reads is None else tuple(name for name in columns if name in reads)
                 if named or reads is None:
                     places.append(torch.from_numpy(positions))
-                    wanted.append((worker, key, rows, named))
-        segments += zip(places, self._collect(wanted), strict=True)
-        given = (torch.arange(len(part)), unpack_rows(part.index))
+                    to_fetch.append((worker, key, rows, named))
+        segments += zip(places, self._collect(to_fetch), strict=True)
+        local = (torch.arange(len(part)), unpack_rows(part.index))
         # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
-        return merged_rows(len(part), [*segments, given] if reads is None else [given, *segments])
+        return merged_rows(len(part), [*segments, local] if reads is None else [local, *segments])
 
-    def _collect(self, wanted: Sequence[Wanted]) -> list[Rows]:
+    def _collect(self, requests: Sequence[Wanted]) -> list[Rows]:
         """Return kept rows: from here, else from other workers, of all keys in one message, in chunks of rows."""
-        fetched: list[list[Rows]] = [[] for _ in wanted]
-        asked: dict[tuple[int, int], list[tuple[int, int, Numbers, tuple[str, ...]]]] = {}
-        for n, (worker, key, rows, names) in enumerate(wanted):
+        fetched: list[list[Rows]] = [[] for _ in requests]
+        messages: dict[tuple[int, int], list[tuple[int, int, Numbers, tuple[str, ...]]]] = {}
+        for n, (worker, key, rows, names) in enumerate(requests):
             if worker == self.number:
                 fetched[n].append(self._own(key, rows, names))
                 continue
             for start in range(0, len(rows), FETCHED_ROWS):
-                asked.setdefault((worker, start), []).append((n, key, rows[start : start + FETCHED_ROWS], names))
+                messages.setdefault((worker, start), []).append((n, key, rows[start : start + FETCHED_ROWS], names))
         started: dict[Any, str] = {}
-        for (worker, _), parts in asked.items():
+        for (worker, _), parts in messages.items():
             if worker not in self.peers:
                 self.peers[worker] = ray.get_actor(f"{self.order.family}-{worker}")
             fetch = self.peers[worker].fetch.options(concurrency_group="rows")
@@ -422,7 +422,7 @@ class HybridWorker:
         except ray.exceptions.GetTimeoutError:
             late = {started[ref] for ref in ray.wait(list(started), num_returns=len(started), timeout=0)[1]}
             raise TimeoutError(f"waited {self.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
-        for parts, answer in zip(asked.values(), answers, strict=True):
+        for parts, answer in zip(messages.values(), answers, strict=True):
             for (n, *_), frames in zip(parts, answer, strict=True):
                 fetched[n].append(decode([memoryview(frame) for frame in frames]))
         return [Rows.cat(parts) for parts in fetched]

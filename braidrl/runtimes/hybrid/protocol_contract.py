@@ -50,7 +50,7 @@ def check_protocol(protocol: TransferProtocol) -> None:
         called = [call for call in calls if call is not None]
         assert called, f"{case}: distribute calls no rank"
         assert all(call[1:] == (constant,) for call in called), f"{case}: distribute loses or changes what is not rows"
-        given = [row for call in called for row in call[0]]
-        assert set(given) == set(rows), f"{case}: distribute gives rows {given}; each has to be given"
+        distributed = [row for call in called for row in call[0]]
+        assert set(distributed) == set(rows), f"{case}: distribute gives rows {distributed}; each has to be given"
         back = protocol.collect(mesh, calls, [call[0] for call in called])
         assert back == rows, f"{case}: collect returns rows {back}; they have to be all, in their order"

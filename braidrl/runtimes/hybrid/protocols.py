@@ -99,9 +99,9 @@ def register(
 
 def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:
     """Call rank i with the i-th element of each list. Raises ValueError if a list's length is not the group's."""
-    for given in lists:
-        if len(given) != mesh.size:
-            raise ValueError(f"{len(given)} arguments for {mesh.size} workers")
+    for arguments in lists:
+        if len(arguments) != mesh.size:
+            raise ValueError(f"{len(arguments)} arguments for {mesh.size} workers")
     return list(zip(*lists, strict=True))
 
 

@@ -53,7 +53,7 @@ def check_names(config: Config) -> None:
         raise UserError(f"rollout.engine_settings are for your own engine, and rollout.engine is {engine}; remove them")
     check_optimizer(config.trainer)
     sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
-    for verifier in [*config.reward.verify, *(one for source in sources for one in source.verify or ())]:
+    for verifier in [*config.reward.verify, *(named for source in sources for named in source.verify or ())]:
         check_requirements(verifier.name, verifier.params, config.reward)
         resolve(verifier.name, verifier.params)
     for tracker in config.trackers:
@@ -103,22 +103,22 @@ def check_engine(config: Config) -> None:
 def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
     """Return the sandboxes of user code: the section's name, the section itself, and a description of the code."""
     environment = config.rollout.environment
-    verifiers = [one.name for one in config.reward.verify if one.name not in VERIFIERS]
-    found: list[tuple[str, SandboxConfig, str]] = [("reward", config.reward, name) for name in verifiers[:1]]
-    return [*found, *([("rollout.environment", environment, environment.name)] if environment.name else [])]
+    verifiers = [verifier.name for verifier in config.reward.verify if verifier.name not in VERIFIERS]
+    sections: list[tuple[str, SandboxConfig, str]] = [("reward", config.reward, name) for name in verifiers[:1]]
+    return [*sections, *([("rollout.environment", environment, environment.name)] if environment.name else [])]
 
 
 def without_effect(config: Config) -> list[str]:
     """Return a line for each setting that the run ignores, or that has no effect; the run continues."""
     mode, trainer, launcher = MODES[config.runtime], config.trainer, config.cluster.launcher
-    given = {
+    settings = {
         "workers": (f"workers={config.workers}", config.workers != 1),
         "streaming": ("streaming.*", config.streaming != StreamingConfig()),
         "placement": ("placement", config.placement != PlacementConfig()),
         "trainer.resident_gib": ("trainer.resident_gib", trainer.resident_gib is not None),
         "cluster.launcher": (f"cluster.launcher={launcher}", launcher is not None),
     }
-    ignored = [shown for key, (shown, is_given) in given.items() if is_given and key not in mode.reads]
+    ignored = [shown for key, (shown, is_given) in settings.items() if is_given and key not in mode.reads]
     lines = [f"{shown} has no effect under runtime={mode.name}" for shown in ignored]
     for key, sandbox, name in own_code(config):
         if sandbox.sandbox != "none" and (reason := walls_missing(sandbox.sandbox == "bubblewrap")):
@@ -145,10 +145,10 @@ def without_effect(config: Config) -> list[str]:
 
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
     """Raise UserError for settings of a role whose model no stage uses."""
-    known = list(roles)
+    roles_of_flow = list(roles)
     for role in config.roles:
-        if role not in known:
-            raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, known)}")
+        if role not in roles_of_flow:
+            raise UserError(f"roles.{role}: flow {flow} has no model of this role. {suggest(role, roles_of_flow)}")
 
 
 def check_dtypes(config: Config, flow: Flow) -> None:
@@ -165,14 +165,14 @@ def check_dtypes(config: Config, flow: Flow) -> None:
             )
     on_cuda = choose_device(config.device).type == "cuda"
     for role in flow.roles:
-        own = settings_of(role, config)
-        if on_cuda and own.dtype == torch.bfloat16 and not has_bfloat16():
-            key = own.key("dtype")
+        role_config = settings_of(role, config)
+        if on_cuda and role_config.dtype == torch.bfloat16 and not has_bfloat16():
+            key = role_config.key("dtype")
             raise UserError(f"{key}=bfloat16: {torch.cuda.get_device_name()} does not have it; write {key}=float32")
-        path, half = own.model, own.dtype == torch.bfloat16
-        if half and own.backend == "torch" and path.expanduser().is_dir():
-            found = read_model_config(path)
-            check_accepted(found, proven_plan(found, path), path, HALF, "dtype: write float32")
+        path, half = role_config.model, role_config.dtype == torch.bfloat16
+        if half and role_config.backend == "torch" and path.expanduser().is_dir():
+            model_config = read_model_config(path)
+            check_accepted(model_config, proven_plan(model_config, path), path, HALF, "dtype: write float32")
 
 
 def check_token_columns(config: Config, flow: Flow) -> None:
@@ -202,11 +202,11 @@ def check_replay(config: Config, flow: Flow, of_engine: bool) -> None:
             "replay=training"
         )
     for role in {str(stage.role) for stage in flow.stages if ROUTED_EXPERTS in stage.reads}:
-        own = settings_of(role, config)
-        if not experts_in(read_model_config(own.model.expanduser())):
+        role_config = settings_of(role, config)
+        if not experts_in(read_model_config(role_config.model.expanduser())):
             raise UserError(f"replay: the model of {role} has no experts; remove `replay`")
-        if own.backend != "torch":
-            raise UserError(f"replay: the backend {own.backend} of {role} replays no routes; write replay=none")
+        if role_config.backend != "torch":
+            raise UserError(f"replay: the backend {role_config.backend} of {role} replays no routes; write replay=none")
 
 
 def check_balance(config: Config, flow: Flow) -> None:
@@ -214,10 +214,10 @@ def check_balance(config: Config, flow: Flow) -> None:
     if config.trainer.balance is None:
         return
     for role in sorted(set(flow.trained_roles) - set(flow.scalar_roles)):
-        own = settings_of(role, config)
-        if not experts_in(read_model_config(own.model.expanduser())):
+        role_config = settings_of(role, config)
+        if not experts_in(read_model_config(role_config.model.expanduser())):
             raise UserError(f"trainer.balance: the model of {role} has no experts; remove trainer.balance")
-        if own.lora is not None:
+        if role_config.lora is not None:
             raise UserError(
                 f"trainer.balance: adapters of {role} leave its routers as they are; remove trainer.balance"
             )
@@ -226,36 +226,36 @@ def check_balance(config: Config, flow: Flow) -> None:
 def check_backends(config: Config, flow: Flow) -> None:
     """Raise UserError for an unknown training backend, and for features that it does not support."""
     for role in flow.roles:
-        own = settings_of(role, config)
-        BACKENDS.check(own.backend)
-        known, layout = supported(own.backend), own.layout
+        role_config = settings_of(role, config)
+        BACKENDS.check(role_config.backend)
+        features, layout = supported(role_config.backend), role_config.layout
         follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
-        copied, at = role in inference_layouts(config, flow), own.key("layout")
-        wanted = [
+        copied, at = role in inference_layouts(config, flow), role_config.key("layout")
+        used = [
             *(
                 (axis, f"{at}.{axis}", getattr(layout, axis) > 1)
                 for axis in ("tensor", "pipeline", "sequence", "context", "expert")
             ),
             ("shard", f"{at}.shard", layout.shard != "none"),
-            ("copies", own.key("inference_layout"), copied),
+            ("copies", role_config.key("inference_layout"), copied),
             ("copies", f"stage {', '.join(follows)}", bool(follows)),
-            ("lora", "trainer.lora", own.lora is not None),
+            ("lora", "trainer.lora", role_config.lora is not None),
             ("offload", "trainer.resident_gib", config.trainer.resident_gib is not None),
             ("checkpoint_async", "trainer.checkpoint_async", config.trainer.checkpoint_async),
             ("optimizers", "trainer.optimizer", config.trainer.optimizer != "adamw"),
             ("streaming", "runtime=streaming", MODES[config.runtime].concurrent),
         ]
-        if key := next((key for feature, key, asked in wanted if asked and feature not in known), None):
+        if key := next((key for feature, key, is_set in used if is_set and feature not in features), None):
             raise UserError(
-                f"{key} is not supported by the backend {own.backend} of {role}; remove it, or write "
+                f"{key} is not supported by the backend {role_config.backend} of {role}; remove it, or write "
                 "trainer.backend=torch"
             )
 
 
 def check_adapters(config: Config, flow: Flow) -> None:
     """Raise UserError for adapters of a role that is not trained, or whose model does not support them."""
-    for role, own in config.roles.items():
-        if own.lora and role not in flow.trained_roles:
+    for role, role_config in config.roles.items():
+        if role_config.lora and role not in flow.trained_roles:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
     for role in flow.trained_roles:
         resolved = settings_of(role, config)

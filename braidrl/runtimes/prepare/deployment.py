@@ -20,16 +20,16 @@ def deploy(config: Config, flow: Flow, evaluation: Flow | None = None, train: bo
     """
     mode, engines, launcher = MODES[config.runtime], Engines.of(config), launcher_of(config)
     beside = evaluation if config.data.evaluation_sources else None
-    whole = Deployment(config, flow, beside, mode, (), engines, launcher)
-    deployment = whole if train or evaluation is None else replace(whole, flow=evaluation, evaluation=None)
+    complete = Deployment(config, flow, beside, mode, (), engines, launcher)
+    deployment = complete if train or evaluation is None else replace(complete, flow=evaluation, evaluation=None)
     roles, ranks = deployment.roles, 1
     if mode.placed:
         # A placement names all roles of training, of which an evaluation starts only its own.
-        placed = place(config.placement, whole.roles, whole.generating, config.workers)
+        placed = place(config.placement, complete.roles, complete.generating, config.workers)
         kept = [replace(p, roles=tuple(r for r in p.roles if r.removesuffix(GENERATE) in roles)) for p in placed]
         pools = [pool for pool in kept if pool.roles]
     elif mode.concurrent and train:
-        pools = worker_pools(whole)
+        pools = worker_pools(complete)
     else:
         # Streaming evaluates in this process.
         if mode.chained:
@@ -44,7 +44,7 @@ def worker_pools(deployment: Deployment) -> list[Pool]:
     Raises UserError for a worker count of an unknown group.
     """
     config, changed = deployment.config, deployment.flow.changed_roles
-    asked, pools = config.streaming.workers, list[Pool]()
+    settings, pools = config.streaming.workers, list[Pool]()
     playing: dict[str, dict[str, None]] = {}
     for stage in deployment.stages:
         if stage.kind is Kind.GENERATE:
@@ -56,7 +56,7 @@ def worker_pools(deployment: Deployment) -> list[Pool]:
         layout = settings_of(role, config).layout
         pools.append(Pool((role,), layout.ranks_per_replica * (layout.data or 1)))
     names = [pool.name for pool in pools]
-    for name, group in asked.items():
+    for name, group in settings.items():
         if name not in names:
             raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, names)}")
         key = next((key for key in ("kind", "nodes") if getattr(group, key) is not None), None)
@@ -64,18 +64,18 @@ def worker_pools(deployment: Deployment) -> list[Pool]:
             raise UserError(
                 f"streaming.workers.{name}.{key} is for the nodes of a Ray cluster; write cluster.launcher=ray"
             )
-    return [with_workers(pool, asked[pool.name]) if pool.name in asked else pool for pool in pools]
+    return [with_workers(pool, settings[pool.name]) if pool.name in settings else pool for pool in pools]
 
 
-def with_workers(pool: Pool, asked: WorkersConfig) -> Pool:
+def with_workers(pool: Pool, settings: WorkersConfig) -> Pool:
     """Return the processes of a worker group where it is configured; an engine of several nodes has one on each.
 
     Raises UserError if they do not divide over the nodes.
     """
     each = pool.workers if pool.generating else 1
-    workers = pool.workers if asked.workers is None else asked.workers * each
-    check_nodes("streaming.workers", pool.name, workers, asked.nodes)
-    return replace(pool, workers=workers, kind=asked.kind, nodes=asked.nodes)
+    workers = pool.workers if settings.workers is None else settings.workers * each
+    check_nodes("streaming.workers", pool.name, workers, settings.nodes)
+    return replace(pool, workers=workers, kind=settings.kind, nodes=settings.nodes)
 
 
 def launcher_of(config: Config) -> str:

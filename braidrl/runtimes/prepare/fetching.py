@@ -12,29 +12,31 @@ from braidrl.errors import UserError, first_line
 from braidrl.runtimes.prepare.run_flow import with_own_samples
 
 
-def with_fetched(config: Config, whole: bool = True) -> Config:
+def with_fetched(config: Config, with_weights: bool = True) -> Config:
     """Return the configuration with local folders in place of hub names, downloaded if missing. Raises UserError if
     that fails.
 
-    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later. Unless
-    `whole`, neither weights nor data are downloaded, and data keep their names.
+    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later. Without
+    `with_weights` neither weights nor data are downloaded, and data keep their names.
     """
     config = with_own_samples(config)
     roles = {
-        role: own.model_copy(update={"model": model_here(own.model, f"roles.{role}.model", whole)})
-        for role, own in config.roles.items()
-        if own.model is not None
+        role: role_config.model_copy(
+            update={"model": model_here(role_config.model, f"roles.{role}.model", with_weights)}
+        )
+        for role, role_config in config.roles.items()
+        if role_config.model is not None
     }
-    model = model_here(config.model, "model", whole)
-    data = with_data_here(config.data) if whole else config.data
+    model = model_here(config.model, "model", with_weights)
+    data = with_data_here(config.data) if with_weights else config.data
     return config.model_copy(update={"model": model, "roles": {**config.roles, **roles}, "data": data})
 
 
-def model_here(name: Path, key: str, whole: bool) -> Path:
-    """Return the local folder of a model, without its weights unless `whole`."""
+def model_here(name: Path, key: str, with_weights: bool) -> Path:
+    """Return the local folder of a model, `with_weights` or without."""
     if name.suffix == ".gguf":
         raise UserError(f"{key}: {name} is a GGUF file; run `python examples/smollm2/fetch.py --gguf {name} FOLDER`")
-    return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
+    return fetch(name, key, "model" if with_weights else "model without weights") if is_hub_name(name) else name
 
 
 def with_data_here(data: DataConfig) -> DataConfig:
@@ -54,11 +56,11 @@ def source_here(source: SourceConfig, key: str) -> SourceConfig:
     # A known conversion is for records whose fields the configuration does not map itself.
     fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
     usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
-    known = KNOWN.get(str(source.path).partition("@")[0]) if usual and source.convert is None else None
+    preset = KNOWN.get(str(source.path).partition("@")[0]) if usual and source.convert is None else None
     chosen: dict[str, Any] = {"path": fetch(source.path, key, "dataset")}
-    if known is not None:
-        chosen |= {"convert": known.convert, "subset": source.subset or known.subset}
-        chosen["split"] = source.split or (known.split if key == "data.train" else None)
+    if preset is not None:
+        chosen |= {"convert": preset.convert, "subset": source.subset or preset.subset}
+        chosen["split"] = source.split or (preset.split if key == "data.train" else None)
     return source.model_copy(update=chosen)
 
 
@@ -79,9 +81,9 @@ def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
     Of a model only weights, configuration and tokenizer are downloaded. Raises UserError, which names `key`, if that
     fails.
     """
-    found = NAME.fullmatch(str(name))
-    assert found is not None, name
-    repository, revision = found["repository"], found["revision"]
+    match = NAME.fullmatch(str(name))
+    assert match is not None, name
+    repository, revision = match["repository"], match["revision"]
     try:
         if kind == "dataset":
             return Path(snapshot_download(repository, repo_type=kind, revision=revision))

@@ -35,10 +35,10 @@ def build_flow(config: Config) -> Flow:
         # An environment's rewards replace verification.
         played = {s.params.get("into") for s in stages if s.type == "generate"}
         stages = [s for s in stages if s.type != "verify" or s.params.get("of") not in played]
-        for place, stage in enumerate(stages):
+        for position, stage in enumerate(stages):
             if stage.type == "generate":
                 name = stage.params.get("environment", environment.name)
-                stages[place] = with_params(stage, {"environment": name})
+                stages[position] = with_params(stage, {"environment": name})
     for stage in stages:
         if "environment" in stage.params:
             check_environment(stage.params["environment"], environment.params, environment.python)
@@ -152,11 +152,11 @@ def resolve(stage: Stage, config: Config) -> Stage:
     Raises UserError for a contradiction.
     """
     trained = config.rollout.temperature
-    own = stage.params.get("temperature", trained)
-    if stage.type == "generate" and own != trained and "into" not in stage.params:
-        instead = f"rollout.temperature={own:g}" if own else "greedy: true"
+    temperature = stage.params.get("temperature", trained)
+    if stage.type == "generate" and temperature != trained and "into" not in stage.params:
+        instead = f"rollout.temperature={temperature:g}" if temperature else "greedy: true"
         raise UserError(
-            f"{stage.name}: temperature={own:g} draws the tokens, and training computes their log-probs at "
+            f"{stage.name}: temperature={temperature:g} draws the tokens, and training computes their log-probs at "
             f"rollout.temperature={trained:g}; write {instead} in its place"
         )
     if stage.type == "verify":
@@ -180,11 +180,11 @@ def resolve(stage: Stage, config: Config) -> Stage:
             raise UserError(f"{stage.name}: old=self needs one update per batch and no staleness; write old=recompute")
         filled: dict[str, Any] = {"old": old or ("self" if single else "recompute")}
         # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
-        own = settings_of(str(stage.role), config)
-        dtype = own.dtype_name
+        role_config = settings_of(str(stage.role), config)
+        dtype = role_config.dtype_name
         same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype)
         # Adapters merged into bfloat16 weights are rounded.
-        exact = not merges_adapters(own.lora, config) or dtype != "bfloat16"
+        exact = not merges_adapters(role_config.lora, config) or dtype != "bfloat16"
         drawn_by_trained = same and exact and config.trainer.max_staleness == 0
         # With old=rollout the ratio already compares with the policy that drew the tokens.
         if "correction" not in stage.params and filled["old"] != "rollout" and not drawn_by_trained:

@@ -101,10 +101,12 @@ class Prepared:
         config = self.config
         # Evaluation sets are numbered after the sources.
         sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
-        own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
+        by_source: dict[int, list[VerifierConfig]] = {
+            i: s.verify for i, s in enumerate(sources) if s.verify is not None
+        }
         names = {i: source.label for i, source in enumerate(sources)}
         return RuleRewards(
-            config.reward, own, self.tokenizer, names, end_ids_of(config.model.expanduser(), self.tokenizer)
+            config.reward, by_source, self.tokenizer, names, end_ids_of(config.model.expanduser(), self.tokenizer)
         )
 
 
@@ -149,25 +151,29 @@ def with_data(
     With `opens`, training data may still be read when this returns; the caller then calls `settle` from time to time.
     Raises UserError for data that it cannot use.
     """
-    config, flow, known, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
-    own: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer, "ranks": ranks}
-    seen: dict[str, Any] = {**own, "vision": prepared.vision}
-    given, evaluated = "response" in needed, "response" in prepared.evaluation.needs_from_data()
+    config, flow, tables, needed = prepared.config, prepared.flow, kept or {}, prepared.flow.needs_from_data()
+    shared: dict[str, Any] = {"data": config.data, "tokenizer": prepared.tokenizer, "ranks": ranks}
+    with_images: dict[str, Any] = {**shared, "vision": prepared.vision}
+    responses, evaluated = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
     if prepared.train:
         # A curriculum looks at every example before the first step.
-        opened: dict[str, Any] = {"kept": known.get("train"), "opens": opens and config.data.curriculum is None}
-        train_on = partial(load_train, **seen, responses=given, pairs=flow.trains_on_pairs, **opened)
+        opened: dict[str, Any] = {"kept": tables.get("train"), "opens": opens and config.data.curriculum is None}
+        train_on = partial(load_train, **with_images, responses=responses, pairs=flow.trains_on_pairs, **opened)
         sources = check(train_on) or []
     held_out = (
         check(
             partial(
-                load_eval, **seen, responses=evaluated, pairs=evaluated and flow.trains_on_pairs, kept=known.get("eval")
+                load_eval,
+                **with_images,
+                responses=evaluated,
+                pairs=evaluated and flow.trains_on_pairs,
+                kept=tables.get("eval"),
             )
         )
         or {}
     )
-    texts = load_texts(**own, kept=known.get("texts")) if prepared.train and "ptx_tokens" in needed else None
+    texts = load_texts(**shared, kept=tables.get("texts")) if prepared.train and "ptx_tokens" in needed else None
     prepared = replace(prepared, sources=sources, eval_sources=held_out, texts=texts)
     if any(source.opening is not None for source in sources) and not bounds_suffice(prepared):
         for source in sources:
@@ -254,9 +260,9 @@ def has_package(name: str, python: Path | None = None) -> bool:
     """
     if python is None:
         return importlib.util.find_spec(name) is not None
-    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
     try:
-        done = subprocess.run([str(python.expanduser()), "-c", asked], stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run([str(python.expanduser()), "-c", program], stdin=subprocess.DEVNULL, check=False)
         return done.returncode == 0
     except OSError:
         raise UserError(f"rollout.python: {python} is no interpreter that can be run") from None
@@ -268,14 +274,14 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
         path = settings_of(role, config).model
         if settings_of(role, config).backend == "torch":
             check_model(path)
-        own = own_tokenizer(role, config, tokenizer)
-        check_tokens(path, own or tokenizer)
+        tokenizer_of_role = own_tokenizer(role, config, tokenizer)
+        check_tokens(path, tokenizer_of_role or tokenizer)
         if config.rollout.engine == "embedded" and any(s.kind is Kind.GENERATE and s.role == role for s in flow.stages):
             proven_plan(read_model_config(path), path, decodes=True)
         if role in flow.scalar_roles:
             check_scorer(path, role in flow.trained_roles, f"roles.{role}.model")
         only_scores = role not in flow.trained_roles and all(s.type == "score" for s in flow.stages if s.role == role)
-        if not only_scores and own is not None:
+        if not only_scores and tokenizer_of_role is not None:
             raise UserError(
                 f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids, "
                 "unless one only scores "
@@ -296,12 +302,12 @@ def set_up_torch(config: Config) -> None:
     sleep_at_barriers()
 
 
-def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:
+def check_answers(config: Config, sources: Sequence[LoadedSource], configs: Sequence[SourceConfig]) -> None:
     """Raise UserError, with its line, for the first example without the answer that a verifier compares with, or with
     one of no use among the first EXAMINED.
     """
-    for source, own in zip(sources, settings, strict=True):
-        for verifier in (resolve(one.name, one.params) for one in own.verify or config.reward.verify):
+    for source, settings in zip(sources, configs, strict=True):
+        for verifier in (resolve(usage.name, usage.params) for usage in settings.verify or config.reward.verify):
             for number in range(min(len(source), EXAMINED) if verifier.name in READERS else 0):
                 example = source[number]
                 if why := verifier.unusable(example.answer, example.metadata):
@@ -312,14 +318,14 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
         if line is None:
             continue
-        for named in config.reward.verify if own.verify is None else own.verify:
+        for named in config.reward.verify if settings.verify is None else settings.verify:
             verifier = resolve(named.name, named.params)
             answer = inspect.signature(verifier.function).parameters.get("answer")
             if "answer" in verifier.reads and answer is not None and answer.default is inspect.Parameter.empty:
-                hint = suggest(own.answer_field, fields) if fields else "There is no other field."
+                hint = suggest(settings.answer_field, fields) if fields else "There is no other field."
                 raise UserError(
-                    f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
-                    f"{verifier.label!r} compares with. {hint} Set answer_field of this source."
+                    f"{place_of(source.path, line)}: no field {settings.answer_field!r} for the answer, which the "
+                    f"verifier {verifier.label!r} compares with. {hint} Set answer_field of this source."
                 )
 
 
@@ -343,20 +349,24 @@ def check_images(
             f"rollout.engine={' or '.join(SEEING_ENGINES)}"
         )
     for role in flow.roles:
-        own = settings_of(role, config)
-        if own.backend != "torch":
-            raise UserError(f"{source.path} has images, which the backend {own.backend} of {role} does not support")
-        if config.trainer.train_vision and own.lora is not None and role in flow.trained_roles:
+        role_config = settings_of(role, config)
+        if role_config.backend != "torch":
+            raise UserError(
+                f"{source.path} has images, which the backend {role_config.backend} of {role} does not support"
+            )
+        if config.trainer.train_vision and role_config.lora is not None and role in flow.trained_roles:
             raise UserError(f"trainer.train_vision: {role} trains adapters of the text part alone; remove one of them")
         if own_tokenizer(role, config, tokenizer) is not None:
             raise UserError(
-                f"roles.{role}.model: {own.model} has another tokenizer than {config.model}, and {source.path} has "
-                "images; take a model of one family"
+                f"roles.{role}.model: {role_config.model} has another tokenizer than {config.model}, and "
+                f"{source.path} has images; take a model of one family"
             )
-        if reason := blind_because(own.model, config.data.images):
-            raise UserError(f"roles.{role}.model: {own.model} sees no images, and {source.path} has some: {reason}")
-        if own.layout.pipeline > 1:
-            check_first_layers(role, own.model, own.layout.pipeline)
+        if reason := blind_because(role_config.model, config.data.images):
+            raise UserError(
+                f"roles.{role}.model: {role_config.model} sees no images, and {source.path} has some: {reason}"
+            )
+        if role_config.layout.pipeline > 1:
+            check_first_layers(role, role_config.model, role_config.layout.pipeline)
 
 
 def check_first_layers(role: str, model: Path, pipeline: int) -> None:
@@ -381,8 +391,8 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
         trained = max(trained, config.rollout.max_sequence_tokens or 0)
     # If device memory decides, no row is longer.
     decided = config.trainer.max_tokens_per_device is None and device_memory(config.device) is not None
-    limits = {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
-    if not all((own := config.roles.get(role)) and own.max_tokens_per_device for role in flow.roles):
+    limits = {f"roles.{r}": role_config.max_tokens_per_device or trained for r, role_config in config.roles.items()}
+    if not all((role_config := config.roles.get(role)) and role_config.max_tokens_per_device for role in flow.roles):
         # Some role has no limit of its own.
         limits = {"trainer": trained if decided else (config.trainer.max_tokens_per_device or USUAL_TOKENS), **limits}
     for section, limit in limits.items():
@@ -428,12 +438,12 @@ def warn_of_rope(config: Config, longest_row: int) -> None:
 
 def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return the embedding size of each role whose model has fewer tokens than the tokenizer."""
-    found = {}
+    sizes = {}
     for role in roles:
         size = model_settings(settings_of(role, config).model).get("vocab_size")
         if size is not None and size < len(tokenizer):
-            found[role] = int(size)
-    return found
+            sizes[role] = int(size)
+    return sizes
 
 
 def check_vocabulary(
@@ -450,8 +460,8 @@ def check_vocabulary(
     )
     remedy = "resize the embedding (`model.resize_token_embeddings`), or use the model's own tokenizer"
     for source in sources:
-        if (found := source.first_beyond(size)) is not None:
-            number, token = found
+        if (unknown := source.first_beyond(size)) is not None:
+            number, token = unknown
             where = place_of(source.path, source[number].line)
             word = tokenizer.convert_ids_to_tokens(token)
             raise UserError(f"{where}: {sizes}: token {token}, {word!r}, is beyond it; {remedy}")
@@ -461,12 +471,12 @@ def vocabulary_lines(prepared: Prepared) -> list[str]:
     """Return a line for each role whose model cannot embed tokens that later texts (environments, users) may
     contain.
     """
-    found = embeddings_exceeded(prepared.config, prepared.deployment.roles, prepared.tokenizer)
+    sizes = embeddings_exceeded(prepared.config, prepared.deployment.roles, prepared.tokenizer)
     return [
         f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it "
         "is in the data, and a "
         "later text with one ends the run"
-        for role, size in found.items()
+        for role, size in sizes.items()
     ]
 
 

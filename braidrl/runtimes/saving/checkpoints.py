@@ -192,8 +192,8 @@ class Checkpoints:
             with whole_file(path.parent / pointer) as moved:
                 moved.write_text(text, encoding="utf-8")
                 sync(moved)
-        known, kept = checkpoints_of(self.run), best_checkpoint(self.run)
-        for old in known[: known.index(path) + 1][:-keep_last] if keep_last is not None else ():
+        checkpoints, kept = checkpoints_of(self.run), best_checkpoint(self.run)
+        for old in checkpoints[: checkpoints.index(path) + 1][:-keep_last] if keep_last is not None else ():
             if kept is None or old.name != kept.checkpoint:
                 shutil.rmtree(old)
 
@@ -212,9 +212,9 @@ class Checkpoints:
             yield
         except TROUBLES as error:
             before = latest_checkpoint(self.run)
-            whole = f"the one before it, {before.name}, is whole" if before else "the run has none before it"
+            previous = f"the one before it, {before.name}, is whole" if before else "the run has none before it"
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); {whole}: make "
+                f"the checkpoint of step {self._step} could not be written ({first_line(error)}); {previous}: make "
                 "room, and go on with "
                 f"`braid train --resume {self.run}`"
             ) from error
@@ -231,17 +231,17 @@ def load_checkpoint(folder: Path) -> RunState:
     if state.get("format") != FORMAT:
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
 
-    def position(known: Mapping[str, Any], prefix: str, started: Sequence[StartedBatch] = ()) -> Position:
-        surplus = [folder / f"{prefix}surplus-{number}.rows" for number in range(known["surplus"])]
-        return Position(known["loader"], known["sampling"], surplus, known.get("stages", {}), started)
+    def position(saved: Mapping[str, Any], prefix: str, started: Sequence[StartedBatch] = ()) -> Position:
+        surplus = [folder / f"{prefix}surplus-{number}.rows" for number in range(saved["surplus"])]
+        return Position(saved["loader"], saved["sampling"], surplus, saved.get("stages", {}), started)
 
     started = []
-    for number, known in enumerate(state.get("started", [])):
+    for number, saved in enumerate(state.get("started", [])):
         name = f"started-{number}"
-        fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
+        fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in saved["outcome"].items()}
         table, left_out, outcome = folder / f"{name}.rows", folder / f"{name}{LEFT_OUT}.rows", Selection(**fields)
-        after = position(known, f"{name}-")
-        started.append(StartedBatch(known["iteration"], table, left_out, outcome, known["reports"], after))
+        after = position(saved, f"{name}-")
+        started.append(StartedBatch(saved["iteration"], table, left_out, outcome, saved["reports"], after))
     return RunState(state["step"], state["version"], position(state, "", started), state.get("fingerprints", {}))
 
 
@@ -255,23 +255,23 @@ def resume_point(run: Path, newest_whole: bool = False, world: World | None = No
     trouble = checkpoint_damage(latest, world) if latest else ""
     if latest is None or not trouble:
         return latest
-    others = [other for other in reversed(checkpoints_of(run)) if other != latest]
-    whole = next((other for other in others if not checkpoint_damage(other, world)), None)
-    if whole is None:
+    others = [checkpoint for checkpoint in reversed(checkpoints_of(run)) if checkpoint != latest]
+    intact = next((checkpoint for checkpoint in others if not checkpoint_damage(checkpoint, world)), None)
+    if intact is None:
         raise UserError(f"{latest}: {trouble}, and no other checkpoint is whole; copy one back, or begin anew")
     if not newest_whole:
         command = f"braid train --resume {run} --newest-whole"
-        raise UserError(f"{latest}: {trouble}; {whole.name} is whole, go on from it with `{command}`")
-    return whole
+        raise UserError(f"{latest}: {trouble}; {intact.name} is whole, go on from it with `{command}`")
+    return intact
 
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a complete folder, with the digests of the ranks that wrote the weights."""
-    known: dict[str, list[Any]] = {}
+    written: dict[str, list[Any]] = {}
     for path in folder.glob(f"*/{DIGESTS}"):
-        known |= {str(Path(path.parent.name, name)): about for name, about in json.loads(path.read_text()).items()}
+        written |= {str(Path(path.parent.name, name)): about for name, about in json.loads(path.read_text()).items()}
         path.unlink()
-    files = known | digests(folder, [path for path in files_in(folder) if path not in known])
+    files = written | digests(folder, [path for path in files_in(folder) if path not in written])
     (folder / MANIFEST).write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1))
 
 
@@ -294,23 +294,25 @@ def checkpoint_damage(folder: Path, world: World | None = None) -> str:
     """
     world = world or World()
     try:
-        wanted = dict(json.loads((folder / MANIFEST).read_text())["files"])
+        manifest = dict(json.loads((folder / MANIFEST).read_text())["files"])
         files = files_in(folder)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     try:
-        own: dict[str, list[Any]] = digests(folder, files[world.rank :: world.size])
+        read_here: dict[str, list[Any]] = digests(folder, files[world.rank :: world.size])
     except OSError as error:
-        own = {str(error.filename): [first_line(error)]}
-    found = {name: about for part in world.gather("digests of a checkpoint", own) for name, about in part.items()}
-    for name in sorted(wanted | found):
-        if name not in found:
+        read_here = {str(error.filename): [first_line(error)]}
+    digest_of = {
+        name: about for part in world.gather("digests of a checkpoint", read_here) for name, about in part.items()
+    }
+    for name in sorted(manifest | digest_of):
+        if name not in digest_of:
             return f"{name} is missing"
-        if name not in wanted:
+        if name not in manifest:
             return f"{name} is not of this checkpoint"
-        if found[name] != wanted[name]:
+        if digest_of[name] != manifest[name]:
             return f"{name} is not as it was written (its size or its checksum differs)"
     return ""
 
@@ -321,10 +323,10 @@ def export_model(run: Path, folder: Path, role: str | None = None, best: bool = 
 
     `role` is by default the actor, or the only role. Raises UserError if that is not possible.
     """
-    known = best_checkpoint(run) if best else None
-    if best and known is None:
+    best_known = best_checkpoint(run) if best else None
+    if best and best_known is None:
         raise UserError(f"{run} keeps no best checkpoint; name the metric by evaluation.best, as in eval/test/avg@8")
-    newest = run / "checkpoints" / known.checkpoint if known else latest_checkpoint(run)
+    newest = run / "checkpoints" / best_known.checkpoint if best_known else latest_checkpoint(run)
     checkpoint = run if (run / "state.json").is_file() else newest
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")

@@ -64,11 +64,11 @@ def code_files(config: Config) -> Iterator[tuple[str, Path]]:
             yield key, path
         elif name and function.isidentifier() and all(part.isidentifier() for part in name.split(".")):
             try:
-                found = importlib.util.find_spec(name)
+                spec = importlib.util.find_spec(name)
             except (ImportError, ValueError, AttributeError):
                 continue
-            if found and found.origin and Path(found.origin).is_file():
-                yield key, Path(found.origin)
+            if spec and spec.origin and Path(spec.origin).is_file():
+                yield key, Path(spec.origin)
 
 
 def files_digest(files: list[Path]) -> str:

@@ -128,24 +128,24 @@ def new_run_folder(config: Config) -> Path:
 
 
 @contextmanager
-def named_output(place: Path) -> Iterator[None]:
-    """Raise UserError that names `output` if `place` cannot be written; an existing folder stays an OSError."""
+def named_output(folder: Path) -> Iterator[None]:
+    """Raise UserError that names `output` if `folder` cannot be written; an existing folder stays an OSError."""
     try:
         yield
     except FileExistsError:
         raise
     except OSError as error:
-        raise UserError(f"output: {place} cannot be written ({error.strerror}); set another `output`") from error
+        raise UserError(f"output: {folder} cannot be written ({error.strerror}); set another `output`") from error
 
 
 def check_output(config: Config) -> None:
     """Raise UserError if a run's folder could not be made; writes nothing."""
-    place = config.output.expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    folder = config.output.expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(
-            f"output: {config.output} cannot be written: {place} is no folder to write to; set another `output`"
+            f"output: {config.output} cannot be written: {folder} is no folder to write to; set another `output`"
         )
 
 
@@ -186,10 +186,10 @@ def unused_folder(config: Config) -> Path:
 def identity(folder: Path) -> tuple[int, int] | None:
     """Return an identity of a folder that differs if the folder is replaced; None if it is missing."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(
             f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings"
         ) from error
-    known = parse_config(tree)
+    config = parse_config(tree)
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
@@ -240,7 +240,7 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
                 f"run with model={(latest_checkpoint(folder) or folder / 'checkpoints' / 'step-N') / 'actor'}"
             )
         apply_override(tree, override)
-    return parse_config(tree) if overrides else known
+    return parse_config(tree) if overrides else config
 
 
 def partial_path(path: Path) -> Path:
@@ -290,16 +290,16 @@ def latest_checkpoint(run: Path) -> Path | None:
 
     Raises UserError if `latest` is not one of them.
     """
-    pointer, known = run / "checkpoints" / LATEST, checkpoints_of(run)
+    pointer, checkpoints = run / "checkpoints" / LATEST, checkpoints_of(run)
     if not pointer.is_file():
         # A run killed just before it wrote its first `latest` has a checkpoint all the same.
-        return known[-1] if known else None
+        return checkpoints[-1] if checkpoints else None
     named = pointer.read_bytes().decode(errors="replace").strip()
-    found = next((path for path in known if path.name == named), None)
-    if found is None:
-        there = f"write {known[-1].name} into it" if known else "copy its checkpoints back, or begin anew"
+    latest = next((path for path in checkpoints if path.name == named), None)
+    if latest is None:
+        there = f"write {checkpoints[-1].name} into it" if checkpoints else "copy its checkpoints back, or begin anew"
         raise UserError(f"{pointer} names {named!r}, which is no checkpoint of this run; {there}")
-    return found
+    return latest
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any], repairs: Re
     WorkerError if a rank fails.
     """
     check_launcher(config)
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    plain_options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     cuda = choose_device(config.device).type == "cuda"
-    task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
+    task = {"config": config.model_dump(mode="json"), "options": plain_options, "cuda": cuda}
     if not started_by_torchrun():
         deployment, cluster = checked_ranks(config), config.cluster
         starter = RayLauncher(cluster, config.device) if deployment.launcher == "ray" else LocalLauncher(config.device)
@@ -59,11 +59,13 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any], repairs: Re
 
 def check_launcher(config: Config) -> None:
     """Raise UserError if the configured launcher contradicts the environment."""
-    wanted, started = config.cluster.launcher, started_by_torchrun()
-    if wanted == "torchrun" and not started:
+    launcher, started = config.cluster.launcher, started_by_torchrun()
+    if launcher == "torchrun" and not started:
         raise UserError("cluster.launcher=torchrun, but torchrun has not started this command; leave it out")
-    if wanted not in (None, "torchrun") and started:
-        raise UserError(f"cluster.launcher={wanted}, but torchrun has started this command; leave cluster.launcher out")
+    if launcher not in (None, "torchrun") and started:
+        raise UserError(
+            f"cluster.launcher={launcher}, but torchrun has started this command; leave cluster.launcher out"
+        )
 
 
 def joined_world(config: Config) -> World:

@@ -117,16 +117,18 @@ class RankBackend:
             else:
                 owner = torch.arange(len(group_of)) * size // max(len(group_of), 1)
             mine = (owner == rank).nonzero().flatten().tolist()
-            place = {group: number for number, group in enumerate(sorted(set(group_of[mine].tolist())))}
+            position = {group: number for number, group in enumerate(sorted(set(group_of[mine].tolist())))}
             if mine:
-                made = [place[int(group_of[row])] * samples + row % samples for row in mine]
+                numbers = [position[int(group_of[row])] * samples + row % samples for row in mine]
                 drawn = dict(zip(origin.numbers, origin.examples, strict=False))
-                examples = [drawn[number] for number in place] if drawn else ()
-                rows = self.store.make(Admission(tuple(place), examples)).take(made)
+                examples = [drawn[number] for number in position] if drawn else ()
+                rows = self.store.make(Admission(tuple(position), examples)).take(numbers)
         else:
             rows = self.store.make(origin, rank, size)
-            own = {"rows": torch.tensor([len(rows)])}
-            sizes = self.world.gather_columns("numbers of rows", own, torch.ones(size, dtype=torch.int64))["rows"]
+            local_count = {"rows": torch.tensor([len(rows)])}
+            sizes = self.world.gather_columns("numbers of rows", local_count, torch.ones(size, dtype=torch.int64))[
+                "rows"
+            ]
             owner = torch.arange(size).repeat_interleave(sizes)
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
@@ -175,7 +177,7 @@ class RankBackend:
         elif stage.scope is Scope.GROUP:
             groups, each = table.index["group"], torch.ones_like(table.owner)
             table = self.exchange.move(stage.name, table, balanced_owners(each, table.owner, self.world.size, groups))
-        own, columns = Sums(), dict[str, Column]()
+        local_sums, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)
         try:
@@ -183,51 +185,54 @@ class RankBackend:
                 nullcontext() if collective else self.interrupts.local(),
                 self.exchange.working(stage, table.rows) as done,
             ):
-                columns = dict(self.executor.run(stage, table.rows, own, stop, self.exchange.add_up))
+                columns = dict(self.executor.run(stage, table.rows, local_sums, stop, self.exchange.add_up))
                 done.tokens = tokens_of(Rows(columns)) or done.tokens
         except KeyboardInterrupt:
             if self.interrupts.alone:
                 raise
             columns = {}  # all ranks end together, in the gather
             if stop is not None:
-                stop.close(whole=False)
+                stop.close(complete=False)
         if stop is not None:
             stop.close()
-        return self.exchange.gather(table, columns, own, sums)
+        return self.exchange.gather(table, columns, local_sums, sums)
 
     def totals(self, stage: Stage, table: Shard) -> dict[str, float]:
         everywhere = self._known_everywhere(stage, table)
         rows = table.index if everywhere else table.rows
-        found = summed(stage, rows) if len(rows) else {}
-        return {name: float(total) for name, total in (found if everywhere else self.exchange.add_up(found)).items()}
+        local_totals = summed(stage, rows) if len(rows) else {}
+        return {
+            name: float(total)
+            for name, total in (local_totals if everywhere else self.exchange.add_up(local_totals)).items()
+        }
 
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Distribute each update's rows by length; every rank then makes the same optimizer step."""
         self.exchange.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
-        own = Sums()
+        local_sums = Sums()
         parts = (self._update(stage, table.take(update), number) for number, update in enumerate(updates, 1))
         total = sum(map(len, updates)) if self.world.size == 1 else None
-        self.executor.train(stage, parts, iteration, own, total, self.world.first)
-        self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
+        self.executor.train(stage, parts, iteration, local_sums, total, self.world.first)
+        self.exchange.gather(replace(table, index=Rows({})), {}, local_sums, sums)
 
     def forward_backward(self, stage: Stage, table: Shard, iteration: int, sums: Sums) -> None:
         self.exchange.iteration = iteration
-        own, objective = Sums(), self.executor.objective(stage)
+        local_sums, objective = Sums(), self.executor.objective(stage)
         accumulated = self.accumulated.setdefault(objective.role, Accumulated())
         with (
             self._update(stage, table, len(accumulated.objectives) + 1) as (counts, rows),
             self.executor.progress.stage(stage.name, len(rows)) as bar,
         ):
-            losses = self.executor.forward_backward(accumulated.own_sums(objective), rows, own, bar)
+            losses = self.executor.forward_backward(accumulated.own_sums(objective), rows, local_sums, bar)
         accumulated.add(objective, losses, counts)
-        self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
+        self.exchange.gather(replace(table, index=Rows({})), {}, local_sums, sums)
 
     def optim_step(self, role: str, iteration: int, sums: Sums, overrides: StepOverrides = CONFIGURED) -> None:
-        own, accumulated = Sums(), self.accumulated.pop(role)
+        local_sums, accumulated = Sums(), self.accumulated.pop(role)
         self.world.at(f"step {iteration}, optimizer step of {role}")
-        self.executor.optim_step(role, accumulated, iteration, own, self.world.first, overrides)
-        self.exchange.add_sums("metrics of an optimizer step", own, sums)
+        self.executor.optim_step(role, accumulated, iteration, local_sums, self.world.first, overrides)
+        self.exchange.add_sums("metrics of an optimizer step", local_sums, sums)
 
     @contextmanager
     def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
@@ -265,12 +270,12 @@ class RankBackend:
         if len(rows := table.rows):
             self.store.record(part, rows, replace(later, owner=table.owner).rows)
         filled = set(table.owner.tolist())
-        machines = [ranks for each in self.world.machines if (ranks := [other for other in each if other in filled])]
+        machines = [ranks for each in self.world.machines if (ranks := [r for r in each if r in filled])]
         self.world.meet("written rows")
         columns = list[str]()
         for number, ranks in enumerate(machines):
             if ranks[0] == rank:
-                columns = merge_parts(path, number, [part_path(path, other) for other in ranks])
+                columns = merge_parts(path, number, [part_path(path, r) for r in ranks])
         self.world.reduce("columns of the recording", columns, same_columns, list[str])
         if self.world.first and machines:
             publish(path)
@@ -278,9 +283,9 @@ class RankBackend:
     def save_rows(self, path: Path, table: Shard) -> None:
         """Move the rows, less than a batch, to the rank that writes the checkpoint."""
         self.world.at(f"writing {path.name}")
-        whole = self.exchange.move(path.name, table, torch.zeros_like(table.owner))
+        gathered = self.exchange.move(path.name, table, torch.zeros_like(table.owner))
         if self.world.first:
-            self.store.save(path, whole.rows)
+            self.store.save(path, gathered.rows)
 
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
         """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""

@@ -67,13 +67,13 @@ class Regrouping:
         All members call this together.
         """
         steps_here = [step for step in self.replica.copies if step < before]
-        known = {step: state for step in steps_here if (state := self._with_new_owners(self.states[step]))}
-        steps = self.world.gather("steps in memory", None if is_new else sorted(known), list[int] | None)
+        complete = {step: state for step in steps_here if (state := self._with_new_owners(self.states[step]))}
+        steps = self.world.gather("steps in memory", None if is_new else sorted(complete), list[int] | None)
         of_members = [set(of_rank) for of_rank in steps if of_rank is not None]
         common = set.intersection(*of_members) if of_members else set()
         if not common:
             return None
-        state = known.get(max(common))
+        state = complete.get(max(common))
         sender = next(rank for rank, of_rank in enumerate(steps) if of_rank is not None)
         return self._shared(state, sender) if None in steps else state
 

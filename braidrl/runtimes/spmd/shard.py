@@ -60,8 +60,8 @@ class Shard:
     @cached_property
     def rows(self) -> Rows:
         """Return this rank's rows with every column."""
-        own = self.index.take(self.mine)
-        return own.with_columns(dict(self.payload.items())) if len(own) else own
+        index = self.index.take(self.mine)
+        return index.with_columns(dict(self.payload.items())) if len(index) else index
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of this rank's columns; a rank without rows does not know the payload's."""
@@ -80,9 +80,9 @@ class Shard:
             return self
         chosen = torch.as_tensor(positions, dtype=torch.int64)
         owner = self.owner[chosen]
-        place = torch.zeros(len(self.owner), dtype=torch.int64)
-        place[self.mine] = torch.arange(len(self.mine))
-        payload = self.payload.take(place[chosen[owner == self.rank]])
+        local_position = torch.zeros(len(self.owner), dtype=torch.int64)
+        local_position[self.mine] = torch.arange(len(self.mine))
+        payload = self.payload.take(local_position[chosen[owner == self.rank]])
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
     def renumbered(self, ranks: Mapping[int, int], rank: int) -> "Shard":
@@ -117,26 +117,27 @@ class ShardExchange:
         if needed is not None:
             rows = rows.only([name for name in dict.fromkeys(needed) if name in rows])
         with traced(self.waits, "ranks", edge, self.iteration, state="waiting", version=self.version):
-            wanted = owner[source == rank]
+            receiver = owner[source == rank]
             messages = {
-                to: join(encode(rows.take((wanted == to).nonzero().flatten()))) for to in set(wanted.tolist()) - {rank}
+                to: join(encode(rows.take((receiver == to).nonzero().flatten())))
+                for to in set(receiver.tolist()) - {rank}
             }
             senders = set(source[owner == rank].tolist()) - {rank}
             received = self.world.exchange(f"rows for {edge} of step {self.iteration}", messages, senders)
             parts = {sender: unpack_rows(message) for sender, message in received.items()}
-            parts[rank] = rows.take((wanted == rank).nonzero().flatten())
+            parts[rank] = rows.take((receiver == rank).nonzero().flatten())
             coming = [((source == sender) & (owner == rank)).nonzero().flatten() for sender in parts]
             moved = Rows.cat(list(parts.values())).take(torch.cat(coming).argsort())
         return replace(table, owner=owner, payload=moved)
 
-    def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
+    def gather(self, table: Shard, columns: Mapping[str, Column], local_sums: Sums, sums: Sums) -> Shard:
         """All-gather each rank's new columns and metric sums.
 
         Raises KeyboardInterrupt on every rank if one was asked to stop.
         """
         new = Rows(columns)
         report = StageReport(
-            own.pairs(), self.interrupts.asked, {name: Form.of(column) for name, column in new.index.items()}
+            local_sums.pairs(), self.interrupts.asked, {name: Form.of(column) for name, column in new.index.items()}
         )
         with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
             report = self.world.reduce("sums and index columns", report, StageReport.of_both, StageReport)
@@ -147,13 +148,13 @@ class ShardExchange:
         sums.merge(Sums(report.sums))
         return table.with_columns(index, new.payload)
 
-    def _gathered(self, owner: Tensor, own: Rows, forms: "Mapping[str, Form]") -> Rows:
-        """Return index columns of all rows; each rank has those of its own."""
+    def _gathered(self, owner: Tensor, local: Rows, forms: "Mapping[str, Form]") -> Rows:
+        """Return index columns of all rows from those of each rank's `local` rows."""
         size = self.world.size
         if not forms or size == 1:
-            return own
+            return local
         # A rank without rows learns the columns from the others.
-        narrow = {name: form.narrowed(own.get(name)) for name, form in forms.items()}
+        narrow = {name: form.narrowed(local.get(name)) for name, form in forms.items()}
         counts = torch.bincount(owner, minlength=size)
         gathered = self.world.gather_columns("index columns", narrow, counts)
         wide = {name: column.to(getattr(torch, forms[name].dtype)) for name, column in gathered.items()}
@@ -163,15 +164,15 @@ class ShardExchange:
         order = owner.argsort(stable=True).argsort()
         return Rows({name: column[order] for name, column in wide.items()})
 
-    def add_sums(self, purpose: str, own: Sums, sums: Sums) -> None:
+    def add_sums(self, purpose: str, local_sums: Sums, sums: Sums) -> None:
         """Add the metric sums of all ranks."""
-        total = self.world.reduce(purpose, own.pairs(), merged, dict[str, tuple[float, float]])
+        total = self.world.reduce(purpose, local_sums.pairs(), merged, dict[str, tuple[float, float]])
         sums.merge(Sums(total))
 
-    def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def add_up(self, local_sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All-reduce sums; a rank without rows has none."""
-        given = {name: total[None] for name, total in own.items()}
-        totals = self.world.reduce("sums over the batch", given, added, dict[str, Tensor])
+        as_rows = {name: total[None] for name, total in local_sums.items()}
+        totals = self.world.reduce("sums over the batch", as_rows, added, dict[str, Tensor])
         return {name: total[0] for name, total in totals.items()}
 
     @contextmanager
@@ -212,10 +213,10 @@ class Form:
 
     def narrowed(self, column: Tensor | None) -> Tensor:
         """Return a column, or an empty one, in the narrowest type that holds the integers of all ranks."""
-        given = getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype)
         if column is None:
-            column = torch.empty(0, *self.shape, dtype=given)
-        if given == torch.bool or given.is_floating_point:
+            column = torch.empty(0, *self.shape, dtype=dtype)
+        if dtype == torch.bool or dtype.is_floating_point:
             return column
         return column.to(next(kind for kind in NARROW if holds(kind, self.low, self.high)))
 
@@ -242,7 +243,7 @@ class StageReport:
     def of_both(self, other: "StageReport") -> "StageReport":
         """Return the report of two sets of ranks together."""
         sums = merged(self.sums, other.sums)
-        kinds = [{name: (form.dtype, form.shape) for name, form in one.forms.items()} for one in (self, other)]
+        kinds = [{name: (form.dtype, form.shape) for name, form in report.forms.items()} for report in (self, other)]
         differing = self.differing or other.differing
         if all(kinds) and kinds[0] != kinds[1] and not (self.asked or other.asked):
             differing = differing or f"{kinds[0]} and {kinds[1]}"
@@ -285,8 +286,8 @@ def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | N
     if together and fullest <= IN_PLACE * np.bincount(part_of, each).max():
         return owner
     # What each rank has of a part already, the most first.
-    pairs, place = np.unique(part_of * ranks + owner.numpy(), return_inverse=True)
-    here = np.bincount(place, each)
+    pairs, pair_of_row = np.unique(part_of * ranks + owner.numpy(), return_inverse=True)
+    here = np.bincount(pair_of_row, each)
     rank_of, taken = dict[int, int](), set[int]()
     for pair in pairs[np.lexsort((pairs, -here, pairs // ranks))].tolist():
         number, rank = divmod(pair, ranks)

@@ -111,7 +111,7 @@ class Consumers:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self._waits = waits_for(flow)
-        self._place = {stage.name: place for place, stage in enumerate(flow.stages)}
+        self._place = {stage.name: position for position, stage in enumerate(flow.stages)}
         self._home: dict[str, str | None] = {}
         """The consumer of a stage, VERDICTS, or None: it runs wherever an update needs it."""
         for stage in flow.stages:
@@ -120,14 +120,14 @@ class Consumers:
         self.by_name: dict[str, Consumer] = {}
         for stage in flow.stages:
             if stage.kind in (Kind.GENERATE, Kind.INFER) and self._home[stage.name] == stage.name:
-                names = [other.name for other in flow.stages if self._home[other.name] == stage.name]
+                names = [s.name for s in flow.stages if self._home[s.name] == stage.name]
                 group = f"{stage.role}.generate" if stage.kind is Kind.GENERATE else str(stage.role)
-                own = tuple(flow[name] for name in names)
-                self.by_name[stage.name] = Consumer(stage.name, stage.kind, group, own, self._waits_of(names))
+                parts = tuple(flow[name] for name in names)
+                self.by_name[stage.name] = Consumer(stage.name, stage.kind, group, parts, self._waits_of(names))
         trains = [f"train.{role}" for role in hosted]
         for name, (role, stages) in zip(trains, hosted.items(), strict=True):
-            own = tuple(flow[stage] for stage in stages)
-            self.by_name[name] = Consumer(name, Kind.TRAIN, role, own, self._waits_of(stages))
+            parts = tuple(flow[stage] for stage in stages)
+            self.by_name[name] = Consumer(name, Kind.TRAIN, role, parts, self._waits_of(stages))
         verdicts = [stage.name for stage in flow.stages if self._home[stage.name] == VERDICTS]
         self.verdicts = {name: self._waits_of([name]) for name in verdicts}
         """The consumers and verdict stages that each stage waits for."""
@@ -153,20 +153,20 @@ class Consumers:
         """Return the writers of a row when it is ready for a consumer or verdict stage: admission, then in the flow's
         order.
         """
-        found, open_names = {ADMISSION}, [name]
+        earlier, open_names = {ADMISSION}, [name]
         while open_names:
-            one = open_names.pop()
-            waits = self.by_name[one].waits if one in self.by_name else self.verdicts[one]
-            open_names += waits - found - {ADMISSION}
-            found |= waits
-        return [writer for writer in self.writers if writer in found]
+            consumer = open_names.pop()
+            waits = self.by_name[consumer].waits if consumer in self.by_name else self.verdicts[consumer]
+            open_names += waits - earlier - {ADMISSION}
+            earlier |= waits
+        return [writer for writer in self.writers if writer in earlier]
 
     def _home_of(self, stage: Stage) -> str | None:
         if stage.kind in (Kind.GENERATE, Kind.INFER):
             return stage.name
         if stage.kind is Kind.TRAIN:
             return f"train.{stage.role}"
-        infers = [other.name for other in self.flow.stages if other.kind is Kind.INFER]
+        infers = [s.name for s in self.flow.stages if s.kind is Kind.INFER]
         is_early = stage in self.flow.sampling_segment or stage.type == "verify" or stage.name in self._needed(infers)
         if not is_early and self.flow.changed_roles:
             return None
@@ -186,9 +186,9 @@ class Consumers:
         if not needed:
             return {}
         # Computations and own inference that no update needs are for the record.
-        known = {name for stages in needed.values() for name in stages}
+        assigned = {name for stages in needed.values() for name in stages}
         for stage in flow.stages:
-            if stage.name not in known and self._home[stage.name] is None:
+            if stage.name not in assigned and self._home[stage.name] is None:
                 role = [*needed, *flow.trained_roles][-1]
                 needed[role] = self._needed([*needed[role], stage.name], role)
         for stage in flow.stages:
@@ -199,7 +199,10 @@ class Consumers:
             early = [
                 s.name for s in flow.stages if self._home[s.name] not in (None, stage.name) and s.kind is not Kind.TRAIN
             ]
-            elsewhere = [*early, *(name for other, stages in needed.items() if other != role for name in stages)]
+            elsewhere = [
+                *early,
+                *(name for r, stages in needed.items() if r != role for name in stages),
+            ]
             if stage.name not in self._needed(elsewhere) and stage not in flow.sampling_segment:
                 self._home[stage.name] = f"train.{role}"
                 needed[role] = self._needed([*needed[role], stage.name], role)
@@ -209,29 +212,29 @@ class Consumers:
         """Return these stages and all that they wait for, in the flow's order; with `role` only what runs with its
         updates.
         """
-        found, open_names = set[str](), list(names)
+        needed, open_names = set[str](), list(names)
         while open_names:
             name = open_names.pop()
-            if name not in found:
-                found.add(name)
+            if name not in needed:
+                needed.add(name)
                 waits = [writer for writer in self._waits[name] if writer != ADMISSION]
                 open_names += [w for w in waits if role is None or self._home[w] in (None, f"train.{role}")]
-        return sorted(found, key=self._place.__getitem__)
+        return sorted(needed, key=self._place.__getitem__)
 
     def _waits_of(self, stages: Iterable[str]) -> frozenset[str]:
         """Return the consumers and verdict stages that rows of these stages come from."""
-        own, found = set(stages), {ADMISSION}
-        for name in own:
+        names, writers = set(stages), {ADMISSION}
+        for name in names:
             for writer in self._waits[name]:
-                if writer == ADMISSION or writer in own or self.flow[writer].kind is Kind.TRAIN:
+                if writer == ADMISSION or writer in names or self.flow[writer].kind is Kind.TRAIN:
                     continue
                 home = self._home[writer]
                 if home is None or home.startswith("train."):
                     raise UserError(
                         f"runtime=streaming cannot run {name} in another process than {writer}; write runtime=eager"
                     )
-                found.add(writer if home == VERDICTS else home)
-        return frozenset(found)
+                writers.add(writer if home == VERDICTS else home)
+        return frozenset(writers)
 
     def tasks(self) -> Tasks:
         """Return empty tasks of the consumers and verdict stages."""
@@ -310,9 +313,9 @@ class TrainingProgress:
 
     def is_through(self, stage: str, batch: TrainingBatch) -> bool:
         """Return True if a stage has done, or skips, all rows of a batch."""
-        known = self.flow[stage]
-        if known.kind is Kind.TRAIN:
-            return not known.when.includes(batch.iteration) or self._is_made(known, batch)
+        declared = self.flow[stage]
+        if declared.kind is Kind.TRAIN:
+            return not declared.when.includes(batch.iteration) or self._is_made(declared, batch)
         return batch.is_known and self._is_done(self.consumers.of_stage[stage], batch)
 
     def rows_trained(self) -> tuple[int, int]:

@@ -185,10 +185,10 @@ class ControlPlane(QueueController):
             case WeightsGiven():
                 self._given(request)
             case NewWeights():
-                known = self.weights.known[request.role]
+                locations = self.weights.known[request.role]
                 # Ranks that meet anew publish again what lost ones held; engines may still read the earlier location.
-                self.forgotten += [known.pop(request.version)] if request.version in known else []
-                known[request.version] = request.location
+                self.forgotten += [locations.pop(request.version)] if request.version in locations else []
+                locations[request.version] = request.location
                 self.activity.updates.add(f"weights/{request.role}/write_seconds", request.seconds)
             case Loaded():
                 self._loaded(request)
@@ -264,9 +264,11 @@ class ControlPlane(QueueController):
         if stream is None:
             self.data.free(block for part, _ in parts for block in part.blocks)
             return Lost(lost=[number for number, _ in done])
-        known = next((lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None)
-        if known is not None:
-            iteration = stream.schedule.iteration_of[next(iter(stream.tasks.left(known)))[1]]
+        lease_held = next(
+            (lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None
+        )
+        if lease_held is not None:
+            iteration = stream.schedule.iteration_of[next(iter(stream.tasks.left(lease_held)))[1]]
             stream.report(name, iteration, request.reports, request.totals or {})
         lost, freed = stream.done(name, done, parts, self.clock(), request.unfinished)
         self.data.free(freed)
@@ -322,8 +324,8 @@ class ControlPlane(QueueController):
         rows = None
         if request.payload is not None:
             # Referenced at once: a dead worker's blocks are freed unless they are referenced here.
-            made = StoredRows(decode([bytes(frame) for frame in frames]), list(request.payload))
-            rows = self.held.hold_for(made)
+            stored = StoredRows(decode([bytes(frame) for frame in frames]), list(request.payload))
+            rows = self.held.hold_for(stored)
         self.results[request.number] = OrderResult(rows, request.trouble)
 
     # The main program
@@ -379,8 +381,8 @@ class ControlPlane(QueueController):
                 stream.tasks.give_up(stream.tasks.leases.of(holder))
             # A worker that never registered has written nothing.
             if gone is not None:
-                known = {block.name for block in self.held.counts if block.address == gone.address}
-                self.data.abandon(gone.address, holder, known)
+                referenced = {block.name for block in self.held.counts if block.address == gone.address}
+                self.data.abandon(gone.address, holder, referenced)
 
     def _suspect(self, task: str, rows: Sequence[Uid]) -> None:
         """Give rows to one engine alone after all but the last of the deaths that leave a row out."""
@@ -435,8 +437,8 @@ class ControlPlane(QueueController):
         with self.changed:
             # Late messages of workers must not name a lease of the new stream.
             stream.tasks.leases.numbers = self.training.tasks.leases.numbers
-            for known in self.streams:
-                self.data.free(known.table.evict(list(known.tasks.rows)))
+            for earlier in self.streams:
+                self.data.free(earlier.table.evict(list(earlier.tasks.rows)))
             self.forgotten += self.weights.locations()
             self.forgotten += (copy.location for copy in self.copies.values() if copy.location)
             self.training, self.streams = stream, [stream]
@@ -466,7 +468,7 @@ class ControlPlane(QueueController):
                 self.data.free(freed)
                 for lease, rows in stream.schedule.dropped.items():
                     if lease.holder in self.holders:
-                        places = {row: place for place, row in enumerate(lease.rows)}
+                        places = {row: position for position, row in enumerate(lease.rows)}
                         self.holders[lease.holder].dropped.append((lease.number, [places[row] for row in rows]))
         schedule = self.training.schedule
         while schedule.progress.due_publication() is not None:
@@ -477,7 +479,7 @@ class ControlPlane(QueueController):
         self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
         # Threads of this process wake for what they wait for, not for each report of rows.
-        seen: list[object] = [
+        noticed: list[object] = [
             len(self.finished),
             self.is_due,
             self.stopping,
@@ -486,9 +488,9 @@ class ControlPlane(QueueController):
             len(self.holders),
         ]
         for schedule in (stream.schedule for stream in self.streams):
-            seen += [schedule.opened, schedule.is_open, schedule.progress.published, len(schedule.sampling.pending)]
-        if seen != self.noticed:
-            self.noticed = seen
+            noticed += [schedule.opened, schedule.is_open, schedule.progress.published, len(schedule.sampling.pending)]
+        if noticed != self.noticed:
+            self.noticed = noticed
             super().advance()
 
     # Inside
@@ -506,11 +508,11 @@ class ControlPlane(QueueController):
             most = min(most, request.slots - running)
         if self.episodes is not None and "environment" in consumer.stages[0].params:
             leases = (
-                (one.consumers.by_name[lease.task], lease)
-                for one in self.streams
-                for lease in one.tasks.leases.held.values()
+                (each.consumers.by_name[lease.task], lease)
+                for each in self.streams
+                for lease in each.tasks.leases.held.values()
             )
-            playing = sum(lease.left for other, lease in leases if "environment" in other.stages[0].params)
+            playing = sum(lease.left for generating, lease in leases if "environment" in generating.stages[0].params)
             most = min(most, self.episodes - playing)
         version = version if stream is self.training else None
         return stream.take(name, request, most, self.clock(), seconds, version, self.suspects, self.left_out)
@@ -539,7 +541,7 @@ class ControlPlane(QueueController):
                 continue
             # After the role's last step of the iteration its weights are published.
             batch = schedule.progress.batches[iteration]
-            others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
+            others = [s.name for s in self._updates_of(str(stage.role), iteration) if s.name != stage.name]
             is_last = not is_optimized(stage) or batch.steps - batch.made[stage.name] <= 1
             is_last = is_last and all(schedule.progress.is_through(name, batch) for name in others)
             exported = iteration if is_last and stage.role in self.exported else None

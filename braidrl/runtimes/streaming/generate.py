@@ -84,11 +84,13 @@ class GenerateLoop:
         again.
         """
 
-    async def serve(self, own: ServedEngine) -> None:
+    async def serve(self, engine: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
-        self.own, self.running, self.news = own, ResumingEngine(own), asyncio.Event()
-        shared = dict.fromkeys(self.generation.deployment.shared_base, own)
-        self.by_role = own.engines if isinstance(own, PolicyEngines) else shared or {str(self.context.group.role): own}
+        self.own, self.running, self.news = engine, ResumingEngine(engine), asyncio.Event()
+        shared = dict.fromkeys(self.generation.deployment.shared_base, engine)
+        self.by_role = (
+            engine.engines if isinstance(engine, PolicyEngines) else shared or {str(self.context.group.role): engine}
+        )
         try:
             while not isinstance((work := await self._next()).answer, Stop):
                 if isinstance(work.answer, Lost):
@@ -109,15 +111,15 @@ class GenerateLoop:
         """Return the worker's next work from the queue; rows that end meanwhile are checked, written and reported."""
         settings, consumers = self.context.settings, self.context.group.consumers
         request = TakeWork(consumers, settings.dispatch_rows, slots=self.own.load().slots, ended=self._ended_by_lease())
-        asked = asyncio.ensure_future(asyncio.to_thread(self.client.take, request, settings.wait_s))
-        asked.add_done_callback(lambda _: self.news.set())
-        while not asked.done():
+        answer = asyncio.ensure_future(asyncio.to_thread(self.client.take, request, settings.wait_s))
+        answer.add_done_callback(lambda _: self.news.set())
+        while not answer.done():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.news.wait(), settings.lease_s / 3)
             self.news.clear()
             self._deliver()
             await self._end(self._gone(self.client.renew(settings.lease_s / 3)))
-        return await asked
+        return await answer
 
     def _ended_by_lease(self) -> list[tuple[int, int]]:
         """Return the rows of each lease that do not need a slot any more; the queue learns of others when they are
@@ -241,10 +243,10 @@ class GenerateLoop:
 
     async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
         places: defaultdict[int, list[int]] = defaultdict(list)
-        for lease, place in keys:
-            places[lease].append(place)
-        rows = Rows.cat([self.leases[lease].share(own) for lease, own in places.items()])
-        ended = [self.flight[lease, place] for lease, own in places.items() for place in own]
+        for lease, position in keys:
+            places[lease].append(position)
+        rows = Rows.cat([self.leases[lease].share(positions) for lease, positions in places.items()])
+        ended = [self.flight[lease, position] for lease, positions in places.items() for position in positions]
         work = self.leases[keys[0][0]]
         await asyncio.to_thread(self._write, work, rows, list(places.items()), ended, unfinished)
         self._forget(keys)
@@ -262,8 +264,8 @@ class GenerateLoop:
                 drawn, ended = Drawn.cat([new for _, new in ended]), [response for response, _ in ended]
             else:
                 drawn = Drawn.after(rows["prompt"].lengths.tolist(), ended)
-            found = response_columns(rows, ended, columns_of(stage))
-            columns = dict(self.generation.named(stage.params.get("into"), found))
+            generated = response_columns(rows, ended, columns_of(stage))
+            columns = dict(self.generation.named(stage.params.get("into"), generated))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
@@ -272,12 +274,12 @@ class GenerateLoop:
         usage.encoded(stage.name, images_seen(self.engine), 0 if unfinished else len(rows), sums)
         usage.note_memory(stage.name, sums)
         reports = [{**report, "sums": sums.pairs()}]
-        whole = rows.with_columns(columns)
-        for other in consumer.due(work.answer.iteration) if not unfinished else ():
-            if other is not stage:
-                with trace.busy(other.name, work.answer.iteration, whole.uids()) as span:
-                    computed = self.context.executor.run(other, whole, span.sums)
-                whole, columns = whole.with_columns(computed), {**columns, **computed}
+        complete = rows.with_columns(columns)
+        for due in consumer.due(work.answer.iteration) if not unfinished else ():
+            if due is not stage:
+                with trace.busy(due.name, work.answer.iteration, complete.uids()) as span:
+                    computed = self.context.executor.run(due, complete, span.sums)
+                complete, columns = complete.with_columns(computed), {**columns, **computed}
                 reports.append(span.report())
         part = write_columns(self.context.data, columns)
         self.client.done(consumer.name, done, [(part, done)], reports, unfinished=unfinished, keeps=True)
@@ -350,15 +352,15 @@ class GenerateLoop:
         for role in list(self.ahead):
             await self._received(role, None)
 
-    async def _received(self, role: str, wanted: WeightFile | OfferedWeights | None) -> WeightFile | None:
-        """Return the file of a role's weights received ahead if they are the wanted ones; close it otherwise."""
+    async def _received(self, role: str, announced: WeightFile | OfferedWeights | None) -> WeightFile | None:
+        """Return the file of a role's weights received ahead if they are those `announced`; close it otherwise."""
         if role not in self.ahead:
             return None
         offered, arriving = self.ahead.pop(role)
         file = await arriving
         # A repeated iteration gives a version other values, and its offer another number.
-        if file is not None and isinstance(wanted, OfferedWeights) and offered.is_same(wanted):
-            wanted.received += offered.received
+        if file is not None and isinstance(announced, OfferedWeights) and offered.is_same(announced):
+            announced.received += offered.received
             return file
         if file is not None:
             file.close()

@@ -76,30 +76,30 @@ class Activity:
 
     def take_sums(self) -> Mapping[str, float]:
         """Return the sums, each group's idle share and the seconds of an update since the last call."""
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for name in dict.fromkeys(group for group, _ in self.seconds):
             idle, busy = self.seconds.get((name, False), 0.0), self.seconds.get((name, True), 0.0)
             if idle + busy:
-                found[f"streaming/idle/{name}"] = idle / (idle + busy)
-        found["streaming/weight_bytes"] = float(self.weight_bytes)
-        found["streaming/rows_drawn_again"] = float(self.drawn_again)
-        found["streaming/rows_left_out"] = float(self.left_out)
-        found |= self.updates.means()
+                sums[f"streaming/idle/{name}"] = idle / (idle + busy)
+        sums["streaming/weight_bytes"] = float(self.weight_bytes)
+        sums["streaming/rows_drawn_again"] = float(self.drawn_again)
+        sums["streaming/rows_left_out"] = float(self.left_out)
+        sums |= self.updates.means()
         self.seconds, self.weight_bytes, self.drawn_again, self.left_out, self.updates = {}, 0, 0, 0, Sums()
-        return found
+        return sums
 
 
 def worker_groups(deployment: Deployment) -> list[Group]:
     """Return the groups of a run: the consumers of each pool's processes."""
     config, changed = deployment.config, deployment.flow.changed_roles
-    found: dict[str, list[str]] = {}
+    consumers_of: dict[str, list[str]] = {}
     for flow in filter(None, (deployment.flow, deployment.evaluation)):
         for consumer in Consumers(flow):
             # Later stages come first: their rows are closer to the end.
-            found.setdefault(consumer.group, []).insert(0, consumer.name)
+            consumers_of.setdefault(consumer.group, []).insert(0, consumer.name)
     groups = list[Group]()
     for pool in deployment.pools:
-        names = tuple(found[pool.name])
+        names = tuple(consumers_of[pool.name])
         if pool.generating:
             role, *others = pool.generating
             nodes = deployment.engines.nodes
@@ -115,14 +115,14 @@ def worker_groups(deployment: Deployment) -> list[Group]:
 
 def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
     """Return the sampler of each stage of a flow. Raises UserError for an unknown sampler or stage."""
-    wanted = config.streaming.sampler
+    configured = config.streaming.sampler
     stages = [stage.name for stage in flow.stages]
-    if isinstance(wanted, str):
-        return dict.fromkeys(stages, sampler_named(wanted))
-    for name in wanted:
+    if isinstance(configured, str):
+        return dict.fromkeys(stages, sampler_named(configured))
+    for name in configured:
         if name not in stages:
             raise UserError(f"streaming.sampler: the flow has no stage {name!r}. {suggest(name, stages)}")
-    return {name: sampler_named(sampler) for name, sampler in wanted.items()}
+    return {name: sampler_named(sampler) for name, sampler in configured.items()}
 
 
 def check_streaming(deployment: Deployment) -> None:

@@ -120,9 +120,9 @@ class StreamingBackend:
         """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
         if isinstance(origin, Recording):
             raise ValueError("recorded rows are not streamed")
-        made = self._ask_for_rows(MakeRows(origin)).rows
-        assert made is not None
-        return made
+        rows = self._ask_for_rows(MakeRows(origin)).rows
+        assert rows is not None
+        return rows
 
     def _ask_for_rows(self, task: Task, rows: StoredRows | None = None) -> OrderResult:
         """Return the rows process's result of an order, which is repeated after a restart: then it has a new name at
@@ -133,20 +133,20 @@ class StreamingBackend:
         while True:
             with self.control.changed:
                 holder = maker.holder
-                given = self.control.give_order(holder, task, content) if holder in self.control.holders else None
+                order = self.control.give_order(holder, task, content) if holder in self.control.holders else None
             self.control.notify()
             # Rows are written also after a trainer's failure.
-            while given is not None and given not in self.control.results and holder in self.control.holders:
+            while order is not None and order not in self.control.results and holder in self.control.holders:
                 self._wait(ROWS)
-            if given in self.control.results:
-                return self.control.results.pop(given)
+            if order in self.control.results:
+                return self.control.results.pop(order)
             self._wait(ROWS)
 
     def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
         """Write the rows to a parquet file, with the columns that later stages added."""
-        known = set(table.columns)
-        later = {name: column for name, column in final.index.items() if name not in known}
-        payload = [*table.payload, *pieces_without(final.payload, known)]
+        recorded = set(table.columns)
+        later = {name: column for name, column in final.index.items() if name not in recorded}
+        payload = [*table.payload, *pieces_without(final.payload, recorded)]
         self.save_rows(path, StoredRows(table.index.with_columns(later), payload), recorded=True)
 
     def save_rows(self, path: Path, table: StoredRows, recorded: bool = False) -> None:
@@ -167,7 +167,7 @@ class StreamingBackend:
         self._carry_out(saved)
         if not copy:
             return []
-        return [partial(self._written, *given) for given in self._give(lambda role: ReportWrite()).values()]
+        return [partial(self._written, *written) for written in self._give(lambda role: ReportWrite()).values()]
 
     def load(self, folder: Path, version: int) -> None:
         """Load every role that changes; generation continues with these weights, and the queue after iteration
@@ -252,6 +252,6 @@ class StreamingBackend:
     def bytes_between_nodes(self) -> int:
         """Return the bytes of payload and weights sent between nodes since the last call."""
         before = self.counted_bytes
-        served = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
+        served = sum(self.control.data.served_by(location.address) for location in self.processes.places.values())
         self.counted_bytes = served + self.control.weights_sent
         return self.counted_bytes - before

@@ -111,8 +111,8 @@ class Processes:
         self.deployment, self.config = deployment, deployment.config
         self.folder, self.control, self.launcher = folder, control, launcher
         self.queue, self.secret, self.kept = queue, secret, kept
-        self.here = place = node.place()
-        self.places = {place.host: place}
+        self.here = location = node.place()
+        self.places = {location.host: location}
         """The nodes of all workers, and this one."""
         self.members: list[Member] = []
         self.leaving: list[tuple[Member, float]] = []
@@ -134,7 +134,7 @@ class Processes:
     def start(self, groups: Sequence[Group]) -> None:
         """Start every process of these groups. Raises UserError if resources are missing."""
         self.launcher.reserve(self.deployment.pools)
-        self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
+        self.places |= {location.host: location for location in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in [*groups, ROWS_GROUP]:
             if group.trained and self.trainer_repairs.per_hour:
@@ -164,16 +164,16 @@ class Processes:
 
         Raises the error of a worker, and WorkerError for a lost trainer or a worker that does not get ready.
         """
-        for leaving in [one for one in self.leaving if not one[0].process.alive or time.monotonic() > one[1]]:
+        for leaving in [pair for pair in self.leaving if not pair[0].process.alive or time.monotonic() > pair[1]]:
             leaving[0].process.close(0.0)
             self.leaving.remove(leaving)
-        if said := self.control.lost_state:
-            error = LostProcess(f"{said}; go on from the last checkpoint")
+        if message := self.control.lost_state:
+            error = LostProcess(f"{message}; go on from the last checkpoint")
             error.is_counted = True
             raise error
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
-        for member in [one for one in self.members if group in (None, one.group.name)]:
+        for member in [m for m in self.members if group in (None, m.group.name)]:
             if member not in self.members:
                 continue  # it has left with another process of its worker
             if member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder):
@@ -195,8 +195,8 @@ class Processes:
         # The error of a process that only lost its peers is not the cause: that is a peer's error, or a kill.
         failure, limit, is_killed = failure_of(member), time.monotonic() + PEERS_LIMIT_S, False
         while failure is not None and failure.follows and time.monotonic() < limit and not is_killed:
-            known = [found for peer in self.members if (found := failure_of(peer)) is not None]
-            causes = [found for found in known if not found.follows and found.kind != "interrupted"]
+            failures = [its_failure for peer in self.members if (its_failure := failure_of(peer)) is not None]
+            causes = [f for f in failures if not f.follows and f.kind != "interrupted"]
             if causes:
                 raise causes[0].error()
             is_killed = any(died(peer) for peer in peers)
@@ -233,21 +233,21 @@ class Processes:
 
         Raises LostProcess if no rank of a role has its state, or the budget is spent.
         """
-        said = (
+        message = (
             f"{lost.group.name} {lost.number}, which holds weights that have changed, is gone "
             f"({lost.process.describe_end()})"
         )
         ranks = self.trained.get(lost.group.name)
         if ranks is not None and lost.name not in ranks.known.members and self.trainer_repairs.spend():
-            tell(f"{said}; it starts again by itself, the others go on without it ({self.trainer_repairs})")
+            tell(f"{message}; it starts again by itself, the others go on without it ({self.trainer_repairs})")
             ranks.lose(lost.name)
             self._start_again(lost)
             return
         if not self._remember():
-            raise LostProcess(f"{said}; go on from the last checkpoint")
+            raise LostProcess(f"{message}; go on from the last checkpoint")
         if not self.trainer_repairs.spend():
-            raise LostProcess(f"{said}, after too many others ({self.trainer_repairs})")
-        tell(f"{said}; it starts again by itself, the others go on from memory ({self.trainer_repairs})")
+            raise LostProcess(f"{message}, after too many others ({self.trainer_repairs})")
+        tell(f"{message}; it starts again by itself, the others go on from memory ({self.trainer_repairs})")
         self.continue_from_memory()
 
     def _remember(self) -> bool:
@@ -296,7 +296,7 @@ class Processes:
             for member in dead:
                 self._start_again(member)
             left = [member for member in ranks.known.members if member not in gone]
-            came, role = [one for one in ranks.waiting() if one not in gone], [str(processes[0].group.role)]
+            came, role = [waiting for waiting in ranks.waiting() if waiting not in gone], [str(processes[0].group.role)]
             if not (left and self.has_replicas) and not fit(role, self.deployment, len(left) + len(came)):
                 came = [member.name for member in processes if member.name not in left]
             before = leader_of(name, ranks.known)
@@ -399,7 +399,7 @@ class Processes:
         assert self._store is not None
         # It shares this process's node, and reads the same files.
         makes_rows = group is ROWS_GROUP
-        place = self.here if makes_rows else self.places[self.launcher.node_of(group.name, number)]
+        location = self.here if makes_rows else self.places[self.launcher.node_of(group.name, number)]
         arguments = {
             "config": self.config.model_dump(mode="json"),
             "group": asdict(group),
@@ -414,7 +414,7 @@ class Processes:
             "folder": str(self.folder.resolve()),
             "meeting": [self.launcher.ip, self._store.port],
             "secret": self.secret,
-            "place": place,
+            "place": location,
             **({"kept": self.kept} if makes_rows else {}),
         }
         spec = ProcessSpec(f"{group.name}-{number}", f"{__name__}:work", arguments, f"{__name__}:orphaned")
@@ -448,10 +448,10 @@ def leaving_on_signal() -> Iterator[None]:
 
     A scheduler that takes a node back sends this signal, and a kill some seconds later.
     """
-    asked = list[int]()
+    signals = list[int]()
 
     def leave(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        signals.append(number)
         # Event loops pass this exception on, wherever it is raised.
         raise KeyboardInterrupt
 
@@ -459,7 +459,7 @@ def leaving_on_signal() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if asked:
+        if signals:
             raise TaskFailed(Failure(PREEMPTED, "")) from None
         raise
 
@@ -468,8 +468,8 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
     """Do the work of one process of a group."""
     config = parse_config(arguments["config"])
     set_up_torch(config)
-    place, wait_limit_s = Place(*arguments["place"]), config.cluster.wait_limit_s
-    data = DataPlane(place, arguments["holder"], wait_limit_s, arguments["secret"])
+    location, wait_limit_s = Place(*arguments["place"]), config.cluster.wait_limit_s
+    data = DataPlane(location, arguments["holder"], wait_limit_s, arguments["secret"])
     if group.kind == "rows":
         with closing(Client(arguments["queue"], arguments["holder"], data)) as client:
             serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
@@ -477,7 +477,7 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
     flow = build_flow(config)
     prepared = Prepared(config, flow, evaluation_flow(config, flow), load_tokenizer(config.model))
     generating = [str(group.role), *group.policies] if group.kind == "generate" else []
-    ip, world = urlsplit(place.address).hostname or LOOPBACK, World()
+    ip, world = urlsplit(location.address).hostname or LOOPBACK, World()
     if generating:
         ranks: DataParallel = one_of(group, arguments, ip)
         if arguments["rank"] > 0:
@@ -496,13 +496,13 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
         parts = replace(prepared, running=rewards)
         executor = StageExecutor(parts, held, Progress(bars=False), generating, ranks, group.trained, checks)
         leader = arguments["leader"], arguments["queue"]
-        return WorkerContext(group, config.streaming, consumers, executor, data, trace, *leader, place.run, ip)
+        return WorkerContext(group, config.streaming, consumers, executor, data, trace, *leader, location.run, ip)
 
     with closing(data), closing(trace):
         if generating:
-            made = context()
-            with closing(made.executor), closing(Client(made.queue, made.leader, data, True)) as client:
-                run_together(made.executor.engines, GenerateLoop(made, client).serve)
+            worker = context()
+            with closing(worker.executor), closing(Client(worker.queue, worker.leader, data, True)) as client:
+                run_together(worker.executor.engines, GenerateLoop(worker, client).serve)
             return
         role = [str(group.role)]
         how = are_replicated(role, prepared.deployment), are_copied(role, prepared.deployment)
@@ -549,9 +549,9 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
 
 def orphaned(arguments: Mapping[str, Any]) -> None:
     """Remove the run's shared memory after its main process was killed; no other process does."""
-    place = Place(*arguments["place"])
-    remove_run(place.run, place.storage)
-    remove_weights(place.run)
+    location = Place(*arguments["place"])
+    remove_run(location.run, location.storage)
+    remove_weights(location.run)
 
 
 def number_of_engines(count: int) -> str:

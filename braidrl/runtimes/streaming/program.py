@@ -250,8 +250,8 @@ class StreamingController:
         self.loader.restore({**position.loader, "admitted": last.loader["admitted"]})
         self.backend.restored = last.sampling, last.surplus
         self.backend.started = started
-        known = self.stream.states
-        known |= {name: dict(state) for name, state in position.stages.items() if name in known}
+        states = self.stream.states
+        states |= {name: dict(state) for name, state in position.stages.items() if name in states}
 
     def wait(self, group: str | None = None) -> None:
         """Wait for a change of the queue, with a short limit; raise the error of a worker or of the queue.
@@ -277,9 +277,9 @@ class StreamingController:
             following = schedule.opened + 1
             if begins and not (schedule.may_open(version) and self.loader.is_ready(following)):
                 return
-            before, known = self._current() if begins else None, (schedule.opened, schedule.lookahead)
+            before, opened = self._current() if begins else None, (schedule.opened, schedule.lookahead)
             count = schedule.groups_wanted(version)
-            changed = count or known != (schedule.opened, schedule.lookahead)
+            changed = count or opened != (schedule.opened, schedule.lookahead)
             if before is not None and schedule.is_open:
                 self.opening[following] = before
                 self.loader.begin(following)
@@ -309,10 +309,10 @@ class StreamingController:
 
     def _show(self, generation: Bar, training: Bar | None = None) -> None:
         """Show the progress of rows in work: generated, on engines, and trained on."""
-        schedule, seen = self.stream.schedule, self.control.seen_now()
+        schedule, activity = self.stream.schedule, self.control.seen_now()
         generation.rows, rows = len(schedule.versions), sum(map(len, schedule.rows_of.values()))
-        generation.name = f"generation, from version {seen['streaming/oldest_version']:.0f} on"
-        generation.update(in_flight=int(seen["streaming/in_flight"]), total_rows=rows)
+        generation.name = f"generation, from version {activity['streaming/oldest_version']:.0f} on"
+        generation.update(in_flight=int(activity["streaming/in_flight"]), total_rows=rows)
         if training is not None:
             training.rows, planned = schedule.progress.rows_trained()
             training.update(total_rows=planned)

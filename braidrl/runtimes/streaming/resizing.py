@@ -49,12 +49,12 @@ def ask(run: Path, more: int, group: str, limit_s: float = ASK_LIMIT_S) -> str:
 def answer_requests(run: Path, resize: Callable[[str, int], str]) -> None:
     """Do what waiting requests ask, in their order; `resize` returns what it did, or raises UserError."""
     for request in sorted((run / FOLDER).glob("*.json")):
-        asked = json.loads(request.read_text(encoding="utf-8"))
+        content = json.loads(request.read_text(encoding="utf-8"))
         try:
-            told = {"done": resize(asked["group"], asked["more"])}
+            answer = {"done": resize(content["group"], content["more"])}
         except UserError as error:
-            told = {"refused": str(error)}
+            answer = {"refused": str(error)}
         request.unlink(missing_ok=True)
         unfinished = request.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(told), encoding="utf-8")
+        unfinished.write_text(json.dumps(answer), encoding="utf-8")
         unfinished.replace(request.with_suffix(".done"))

@@ -266,7 +266,7 @@ class StreamSchedule:
             # Inference with changing weights uses the version that the batch trains on, at its position in the list.
             before, batch = self.progress.weights_wait[name], self.progress.coming
             has_weights = not before or (
-                batch is not None and all(self.progress.is_through(other, batch) for other in before)
+                batch is not None and all(self.progress.is_through(earlier, batch) for earlier in before)
             )
             buckets = [bucket for bucket in buckets if has_weights and bucket.iteration == coming]
         if consumer.kind is not Kind.TRAIN:
@@ -300,7 +300,7 @@ class StreamSchedule:
         now.
         """
         rows = self.tasks.left(lease)
-        held = {row for other in self.tasks.leases.of(lease.holder) for row in self.tasks.left(other)}
+        held = {row for lease_held in self.tasks.leases.of(lease.holder) for row in self.tasks.left(lease_held)}
         if suspects.isdisjoint(held):
             return lease
         before = held.difference(rows)
@@ -318,17 +318,17 @@ class StreamSchedule:
         """
         self.tasks.write(name, rows)
         if versions and name in self.consumers.generating:
-            known = self.versions
+            oldest = self.versions
             if len(self.consumers.generating) == 1:
-                known.update(versions)
+                oldest.update(versions)
             else:
-                known.update({row: min(version, known.get(row, version)) for row, version in versions.items()})
+                oldest.update({row: min(version, oldest.get(row, version)) for row, version in versions.items()})
         if self.sizes.partial_rollout and name in self.consumers.generating and not self.consumers.selects:
             # Without selection a group is kept once its rows are all generated.
             written = [self.tasks.written[stage] for stage in self.consumers.generating]
             for group in {row[1] for row in rows}.intersection(self.sampling.pending):
                 uids = self.rows_of[group]
-                if all(known.issuperset(uids) for known in written):
+                if all(uids_written.issuperset(uids) for uids_written in written):
                     self.sampling.decide({group: Verdict(version=min(self.versions[uid] for uid in uids))})
                     self.decided = True
 
@@ -416,11 +416,11 @@ class StreamSchedule:
     def _started_with(self, group: int) -> int | None:
         """Return the oldest version on which a group's rows were started, or None before the start."""
         uids = self.rows_of[group]
-        known = (
+        versions = (
             *(self.started[uid] for uid in uids if uid in self.started),
             *(self.versions[uid] for uid in uids if uid in self.versions),
         )
-        return min(known, default=None)
+        return min(versions, default=None)
 
     def _is_young(self, group: int) -> bool:
         """Return True if a group's started rows may be in the batch after the open one."""
@@ -515,9 +515,9 @@ class StreamSchedule:
         groups = list(groups)
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
         lost = self.tasks.forget(uids)
-        for known in (self.versions, self.tokens, self.suspended_rows, self.started):
-            for uid in uids if known else ():
-                known.pop(uid, None)
+        for by_row in (self.versions, self.tokens, self.suspended_rows, self.started):
+            for uid in uids if by_row else ():
+                by_row.pop(uid, None)
         for group in groups:
             self.iteration_of.pop(group, None)
             self.resumed_groups.discard(group)

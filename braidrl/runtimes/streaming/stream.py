@@ -109,11 +109,11 @@ class Stream:
             for rows in surplus
             for uid, version in zip(rows.uids(), rows.index["version"].tolist(), strict=True)
         }
-        known: dict[Uid, int | None] = {}
+        drawn_on: dict[Uid, int | None] = {}
         for index in (rows.index for rows in unfinished):
-            found = zip(index.uids(), index["version"].tolist(), index["action_tokens"].tolist(), strict=True)
-            known |= {uid: version if tokens else None for uid, version, tokens in found}
-        self.schedule.resume(done, sampling, versions, known)
+            triples = zip(index.uids(), index["version"].tolist(), index["action_tokens"].tolist(), strict=True)
+            drawn_on |= {uid: version if tokens else None for uid, version, tokens in triples}
+        self.schedule.resume(done, sampling, versions, drawn_on)
         for rows in surplus:
             self.restore(rows)
         for rows in unfinished:
@@ -127,11 +127,11 @@ class Stream:
         ended: dict[bool, list[Uid]] = {True: [], False: []}
         for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
             ended[uid in self.table.parts.get(stage, {})].append(uid)
-        later = [name for other in self.flow.stages if other.name != stage for name in other.writes]
-        found = {
+        later = [name for s in self.flow.stages if s.name != stage for name in s.writes]
+        tables = {
             was: self.table.stored(uids, [ADMISSION, stage if was else DRAWN]) for was, uids in ended.items() if uids
         }
-        return [self.table.held.hold_for(rows.without(later)) for rows in found.values()]
+        return [self.table.held.hold_for(rows.without(later)) for rows in tables.values()]
 
     def restore(self, rows: StoredRows) -> None:
         """Restore rows of a checkpoint that have passed its recorded stages, as if these had written them here."""
@@ -240,10 +240,10 @@ class Stream:
             # A generate stage writes the oldest version of each row.
             if (column := next(filter(is_version, part.index), None)) is not None:
                 drawn = part.index[column].tolist()
-                versions.update({uid: drawn[place] for uid, place in part.rows.items()})
+                versions.update({uid: drawn[position] for uid, position in part.rows.items()})
                 # A row without tokens is as fresh as its batch.
                 tokens = part.index.get(f"{column.removesuffix('version')}action_tokens")
-                empty = [uid for uid, place in part.rows.items() if tokens is not None and not tokens[place]]
+                empty = [uid for uid, position in part.rows.items() if tokens is not None and not tokens[position]]
                 versions.update({uid: trained_on(self.schedule.iteration_of[uid[1]]) for uid in empty})
         for lease, rows in held.items():
             if unfinished:
@@ -275,7 +275,7 @@ class Stream:
                 self.schedule.judged(name, rows)
                 continue
             reasons = dropped(stage, index)
-            gone = [place for place, uid in enumerate(rows) if uid[1] in reasons]
+            gone = [position for position, uid in enumerate(rows) if uid[1] in reasons]
             self.schedule.judged(name, rows, reasons, scores_by_group(index.take(gone)) if gone else {})
 
     def close(self) -> list[Block] | None:
@@ -288,9 +288,9 @@ class Stream:
         record.outcome = outcome
         # Of groups outside the batch only those count that came through the whole segment.
         due = [self.consumers.by_name[name] for name in self.schedule.consumers.recorded]
-        known = [self.table.parts.get(consumer.name, {}) for consumer in due if consumer.due(record.iteration)]
-        whole = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in known)]
-        generated = [uid for g in whole for uid in groups[g]]
+        parts_of_due = [self.table.parts.get(consumer.name, {}) for consumer in due if consumer.due(record.iteration)]
+        complete = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in parts_of_due)]
+        generated = [uid for g in complete for uid in groups[g]]
         if generated:
             index = self.table.index(generated, self.consumers.writers)
             record.generated.append(index.without(list(self.written_later - self.written_before_recording)))
@@ -333,10 +333,10 @@ class Stream:
         record = self.record_of(iteration)
         trains = self.consumers.by_name[name].kind is Kind.TRAIN
         (record.training if trains else record.reports).extend(reports)
-        for stage, own in totals.items():
+        for stage, stage_totals in totals.items():
             if self.consumers.reporting[stage] == name:
                 record.states[stage] = self.states[stage]
-                self.states[stage] = next_state(self.flow[stage], self.states[stage], own)
+                self.states[stage] = next_state(self.flow[stage], self.states[stage], stage_totals)
 
     def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
         """Give samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""

@@ -105,7 +105,7 @@ class Trainer:
             return []
         stage, before = self.stages[self.at], self.stages[: self.at]
         # Old log-probs are those of the weights before the first step.
-        waits = self.rows_left and any(other.kind is Kind.INFER for other in before)
+        waits = self.rows_left and any(earlier.kind is Kind.INFER for earlier in before)
         if not is_optimized(stage):
             return [] if self.rows_left else [stage.name]
         assert self.updates is not None
@@ -118,8 +118,8 @@ class Trainer:
             losses, first = self.losses, self.world.first
             objective = self.executor.objective(stage)
             counts = UpdateCounts.of(of_namespace(Rows.cat(self.counted), objective.namespace))
-            whole = Accumulated().add(objective, losses if first else {}, counts)
-            self.executor.optim_step(objective.role, whole, iteration, span.sums, counted=first)
+            accumulated = Accumulated().add(objective, losses if first else {}, counts)
+            self.executor.optim_step(objective.role, accumulated, iteration, span.sums, counted=first)
             self._gathered({}, span)
         self.losses, self.counted = {}, []
         report: dict[str, Any] = span.report()
@@ -172,7 +172,7 @@ class Trainer:
 
     def _next_update(self, start: int) -> int:
         """Return the position of the first train stage from a position on; without one the end."""
-        trains = (place for place in range(start, len(self.stages)) if self.stages[place].kind is Kind.TRAIN)
+        trains = (position for position in range(start, len(self.stages)) if self.stages[position].kind is Kind.TRAIN)
         return next(trains, len(self.stages))
 
     def _dispatches(self, places: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -183,7 +183,7 @@ class Trainer:
     def _run(self, stage: Stage, piece: WorkItem) -> None:
         """Run an infer or compute stage on a piece."""
         stage = replace(stage, params={**stage.params, **self.states.get(stage.name, {})})
-        rows, found = piece.rows, list[Rows]()
+        rows, parts_written = piece.rows, list[Rows]()
         with self._busy(stage, rows.uids() if piece.positions else ()) as span:
             columns: dict[str, Any] = {}
             if stage.scope is Scope.GROUP and self.world.size > 1:
@@ -191,21 +191,21 @@ class Trainer:
                 read = [*rows.index, *(name for name in (*stage.reads, *stage.optional) if name in rows.payload)]
                 parts = self.world.gather("columns of groups", pack_rows(rows.only(read)) if piece.positions else None)
                 index = Rows.cat([unpack_rows(part) for part in parts if part]).ordered()
-                standing = {uid: place for place, uid in enumerate(index.uids())}
-                whole = Rows(self.executor.run(stage, index, span.sums))
+                standing = {uid: n for n, uid in enumerate(index.uids())}
+                group_columns = Rows(self.executor.run(stage, index, span.sums))
                 if piece.positions:
-                    columns = dict(whole.take([standing[uid] for uid in rows.uids()]).items())
+                    columns = dict(group_columns.take([standing[uid] for uid in rows.uids()]).items())
             elif stage.kind is Kind.INFER:
                 for places in self._dispatches(range(piece.size)):
                     part = piece.share(places)
                     if written := self.executor.run(stage, part, span.sums):
-                        found.append(Rows(written))
-                columns = dict(Rows.cat(found).items())
+                        parts_written.append(Rows(written))
+                columns = dict(Rows.cat(parts_written).items())
             else:
                 columns = dict(self.executor.run(stage, rows, span.sums, reduce=self._reduced).items())
             if stage.state:
-                own = summed(stage, rows) if piece.positions else {}
-                self.totals[stage.name] = {name: float(total) for name, total in self._reduced(own).items()}
+                local_sums = summed(stage, rows) if piece.positions else {}
+                self.totals[stage.name] = {name: float(total) for name, total in self._reduced(local_sums).items()}
             span.tokens = tokens_of(rows) if piece.positions else 0
         piece.rows = rows.with_columns(columns) if columns else rows
         if counted := [name for name in stage.writes if name.rsplit(".", 1)[-1] in COUNTED]:
@@ -223,12 +223,12 @@ class Trainer:
         if self.world.size == 1:
             return totals
         parts = self.world.gather("sums", {name: total.tolist() for name, total in totals.items()})
-        found: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         for part in parts:
             for name, value in part.items():
                 total = torch.tensor(value, dtype=torch.float64)
-                found[name] = found[name] + total if name in found else total
-        return found
+                sums[name] = sums[name] + total if name in sums else total
+        return sums
 
     # Updates
 
@@ -239,11 +239,11 @@ class Trainer:
         stage, updates = self.stages[self.at], self.updates
         assert updates is not None
         objective = self.executor.objective(stage)
-        whole = "group_tokens" in objective.aggregation.reads
-        pieces = updates.take(whole)
+        by_group = "group_tokens" in objective.aggregation.reads
+        pieces = updates.take(by_group)
         index = [piece.index.take(places) for piece, places in pieces]
         self.counted += index
-        if whole and pieces:
+        if by_group and pieces:
             shares = [rows for piece, places in pieces if len(rows := piece.share(places))]
             rows = Rows.cat(shares).ordered() if shares else Rows({})
             self._forward_backward(stage, self.executor.update(objective, Rows.cat(index), rows)[1])
@@ -260,8 +260,8 @@ class Trainer:
                 span.tokens = tokens_of(rows)
                 with self.executor.progress.stage(stage.name) as bar:
                     losses = self.executor.forward_backward(self.executor.objective(stage), rows, span.sums, bar)
-        for found in self._gathered(losses, span):
-            for name, loss in found.items():
+        for losses_of_rank in self._gathered(losses, span):
+            for name, loss in losses_of_rank.items():
                 self.losses[name] = self.losses.get(name, 0.0) + loss
         self._note(span)
 
@@ -269,9 +269,9 @@ class Trainer:
         """Gather the loss sums of all ranks, and add all metric sums to the span."""
         if self.world.size == 1:
             return [losses]
-        found = self.world.gather("loss sums", (losses, span.sums.pairs()))
-        span.sums = Sums().merge(*(Sums(pairs) for _, pairs in found))
-        return [own for own, _ in found]
+        reports = self.world.gather("loss sums", (losses, span.sums.pairs()))
+        span.sums = Sums().merge(*(Sums(pairs) for _, pairs in reports))
+        return [losses_of_rank for losses_of_rank, _ in reports]
 
     def _busy(self, stage: Stage, uids: Sequence[Any]) -> Any:
         return self.trace.busy(stage.name, self.iteration, uids, trained_on(self.iteration))

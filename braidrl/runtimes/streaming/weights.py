@@ -66,12 +66,14 @@ class VersionWriter:
         # A separate group, because a thread uses it beside other collectives.
         ranks = Ranks(background_group()) if world.size > 1 else Ranks()
         config, transport = deployment.config, deployment.transport
-        own, limit_s = parts(), config.cluster.wait_limit_s
-        self.publisher = FilePublisher(file_writer(own, ranks, config), parts, None) if transport is None else None
-        self.bytes = sum(part.tensor.shape.numel() * part.tensor.dtype.itemsize for part in own.values())
+        local_parts, limit_s = parts(), config.cluster.wait_limit_s
+        self.publisher = (
+            FilePublisher(file_writer(local_parts, ranks, config), parts, None) if transport is None else None
+        )
+        self.bytes = sum(part.tensor.shape.numel() * part.tensor.dtype.itemsize for part in local_parts.values())
         self.offer: WeightOffer | None = None
         if transport is not None:
-            device = next(part.tensor.device for part in own.values())
+            device = next(part.tensor.device for part in local_parts.values())
             self.offer = WeightOffer(ranks, ip, limit_s, device, transport)
         elif deployment.launcher == "ray" and world.first:
             # Its machine has the whole file.
@@ -143,28 +145,28 @@ class Versions:
         """Return True if every version is in a file that survives the ranks that wrote it."""
         return all(location.path for location in self.locations())
 
-    def between(self, held: int, wanted: int) -> list[Weights]:
-        """Return the updates from one version to another: for each changed role its newest version up to `wanted`."""
+    def between(self, held: int, newest: int) -> list[Weights]:
+        """Return the updates from one version to another: for each changed role its newest version up to `newest`."""
         chosen: list[Weights] = []
-        for role, known in self.known.items():
-            version = newest_of(known, wanted)
+        for role, locations in self.known.items():
+            version = newest_of(locations, newest)
             if version > held:
-                chosen.append((role, version, known[version]))
+                chosen.append((role, version, locations[version]))
         return chosen
 
-    def outdated(self, wanted: Collection[int]) -> list[WeightLocation]:
-        """Forget versions older than those needed for one of the `wanted` versions; return their locations."""
+    def outdated(self, used_versions: Collection[int]) -> list[WeightLocation]:
+        """Forget versions older than those needed for one of these; return their locations."""
         freed: list[WeightLocation] = []
-        for known in self.known.values():
-            needed = {newest_of(known, version) for version in wanted}
-            for version in [version for version in known if version < max(needed) and version not in needed]:
-                freed.append(known.pop(version))
+        for locations in self.known.values():
+            needed = {newest_of(locations, version) for version in used_versions}
+            for version in [version for version in locations if version < max(needed) and version not in needed]:
+                freed.append(locations.pop(version))
         return freed
 
     def withdrawn(self, version: int) -> list[WeightLocation]:
         """Forget versions newer than this one, which no engine has loaded; return their locations."""
-        newer = [(known, number) for known in self.known.values() for number in known if number > version]
-        return [known.pop(number) for known, number in newer]
+        newer = [(locations, number) for locations in self.known.values() for number in locations if number > version]
+        return [locations.pop(number) for locations, number in newer]
 
     def locations(self) -> Iterator[WeightLocation]:
         """Return the locations of all kept versions."""
@@ -181,6 +183,6 @@ class Copy:
     location: WeightLocation | None = None
 
 
-def newest_of(known: Collection[int] | Mapping[int, WeightLocation], limit: int) -> int:
+def newest_of(versions: Collection[int] | Mapping[int, WeightLocation], limit: int) -> int:
     """Return the newest version up to a limit; 0, the model's own, if there is none."""
-    return max((version for version in known if version <= limit), default=0)
+    return max((version for version in versions if version <= limit), default=0)

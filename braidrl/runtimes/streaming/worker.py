@@ -119,8 +119,8 @@ class TrainerState:
         no rank. All ranks call this together.
         """
         # A role that was not trained since has its copies under an earlier version.
-        known = [step for step in self.replica.copies if step <= version] if self.copies_early else []
-        is_whole = self.replica.restore(max(known, default=version), self.executor, not self.is_new)
+        steps = [step for step in self.replica.copies if step <= version] if self.copies_early else []
+        is_whole = self.replica.restore(max(steps, default=version), self.executor, not self.is_new)
         if is_whole:
             self.executor.regroup()
         if is_whole and self.copies_early:
@@ -399,8 +399,8 @@ def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: 
             continue
         match work.answer.task:
             case MakeRows(origin):
-                made = write_columns(client.data, dict(store.make(origin).items()))
-                client.ask(OrderDone(work.answer.number, made.payload), encode(made.index))
+                columns = write_columns(client.data, dict(store.make(origin).items()))
+                client.ask(OrderDone(work.answer.number, columns.payload), encode(columns.index))
             case WriteRows(path, payload, recorded):
                 trouble, write = "", store.record if recorded else store.save
                 try:
