@@ -326,7 +326,7 @@ class StageExecutor:
         return of_roles({worker.role: torch_worker(worker).changing_parts() for worker in self._changed()})
 
     def empty_changing(self, tensors: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
-        """Return uninitialised host memory for this rank's parts of `tensors` tensors, which training changes.
+        """Return uninitialised host memory for this rank's parts of `tensors`, which training changes.
 
         Raises LookupError if some are missing.
         """

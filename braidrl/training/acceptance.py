@@ -57,8 +57,8 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """
     if plan.by_rows:
         raise ValueError("its attention is its own")
-    whole = twin.model(plan)
-    layers = len(body_of(whole).layers)
+    reference = twin.model(plan)
+    layers = len(body_of(reference).layers)
     ranks = 2 if layers % 2 == 0 else layers
     sequences = PackedSequences.of([len(row) for row in twin.rows], twin.device)
     ids, places = torch.cat(twin.rows)[None], sequences.position_ids()
@@ -67,26 +67,26 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         model = twin.model(plan)
         split_layers(model, rank, ranks)
         hidden = run_body(model, None if rank else ids, places, sequences, hidden)
-        own = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         if rank and is_tied(model):  # ranks sum the gradients of tied embeddings
-            own = {name: p for name, p in own.items() if p is not model.get_input_embeddings().weight}
-        if twice := sorted(held.keys() & own.keys()):
+            parameters = {name: p for name, p in parameters.items() if p is not model.get_input_embeddings().weight}
+        if twice := sorted(held.keys() & parameters.keys()):
             raise ValueError(f"two ranks hold {twice[0]}")
-        held |= own
-    expected = run_body(whole, ids, places, sequences)
+        held |= parameters
+    expected = run_body(reference, ids, places, sequences)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
     assert hidden is not None
     for states in (hidden, expected):
         (states * weights).sum().backward()
-    wanted = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
-    scale = max(float(g.abs().max()) for g in wanted.values())
+    expected_gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    scale = max(float(g.abs().max()) for g in expected_gradients.values())
     grads = {n: p.grad for n, p in held.items() if p.grad is not None}
-    if missing := sorted(wanted.keys() - grads.keys()):
+    if missing := sorted(expected_gradients.keys() - grads.keys()):
         raise ValueError(f"no rank has the gradient of {missing[0]}")
-    names = sorted(wanted)
+    names = sorted(expected_gradients)
     return max(
         proof.distance([hidden.detach()], [expected.detach()]),
-        proof.distance([grads[n] for n in names], [wanted[n] for n in names]) / scale,
+        proof.distance([grads[n] for n in names], [expected_gradients[n] for n in names]) / scale,
     ), proof.BOUND
 
 
@@ -150,9 +150,9 @@ def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     for row in twin.rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
         theirs.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0])
-    wanted = twin.alone[0]
-    own, other = (float((torch.cat(each) - torch.cat(wanted)).abs().median()) for each in (ours, theirs))
-    return own, ROUNDING * other + 1e-3
+    exact = twin.alone[0]
+    packed, unpacked = (float((torch.cat(each) - torch.cat(exact)).abs().median()) for each in (ours, theirs))
+    return packed, ROUNDING * unpacked + 1e-3
 
 
 @torch.no_grad()
@@ -289,7 +289,7 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan, names: Collection[str] 
             raise ValueError("its attention is its own")
         both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
         pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
-        each = [abs(a - b) for one, row in pairs for a, b in zip(one, row, strict=True)]
+        each = [abs(a - b) for sharded, row in pairs for a, b in zip(sharded, row, strict=True)]
         return max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"]), proof.BOUND
 
     with tempfile.TemporaryDirectory() as folder:

@@ -58,22 +58,22 @@ same = partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 def rows_keep_their_order(subject: BackendUnderTest) -> None:
     backend, order = subject.make(), list(reversed(range(len(subject.rows))))
     turned = backend.forward("log_probs", subject.rows.take(order))
-    found = backend.forward("log_probs", subject.rows)
-    assert len(found) == len(subject.rows)
-    for place, row in enumerate(order):
-        same(turned[place], found[row])
+    expected = backend.forward("log_probs", subject.rows)
+    assert len(expected) == len(subject.rows)
+    for position, row in enumerate(order):
+        same(turned[position], expected[row])
 
 
 def a_batch_may_arrive_in_pieces(subject: BackendUnderTest) -> None:
-    whole, portions = subject.make(), subject.make()
+    undivided, portions = subject.make(), subject.make()
     half = len(subject.rows) // 2
-    losses = whole.forward_backward(subject.objective, subject.rows, Sums())
+    losses = undivided.forward_backward(subject.objective, subject.rows, Sums())
     first = portions.forward_backward(subject.objective, subject.rows.take(list(range(half))), Sums())
     rest = portions.forward_backward(subject.objective, subject.rows.take(list(range(half, len(subject.rows)))), Sums())
     for name, loss in losses.items():
         same(first.get(name, 0.0) + rest.get(name, 0.0), loss)
-    same(portions.optim_step(subject.counts, 1), whole.optim_step(subject.counts, 1))
-    same(subject.log_probs(portions), subject.log_probs(whole))
+    same(portions.optim_step(subject.counts, 1), undivided.optim_step(subject.counts, 1))
+    same(subject.log_probs(portions), subject.log_probs(undivided))
 
 
 def nothing_counted_changes_nothing(subject: BackendUnderTest) -> None:
@@ -104,14 +104,14 @@ def a_step_may_have_its_own_learning_rate(subject: BackendUnderTest) -> None:
 
 
 def training_continues_identically_after_export_and_load(subject: BackendUnderTest) -> None:
-    backend, other = subject.make(), subject.make()
+    backend, loaded = subject.make(), subject.make()
     subject.step(backend)
     backend.export(subject.folder, subject.first)
     subject.meet()
-    other.load(subject.folder)
-    same(subject.log_probs(other), subject.log_probs(backend))
-    same(subject.step(other, 2), subject.step(backend, 2))
-    same(subject.log_probs(other), subject.log_probs(backend))
+    loaded.load(subject.folder)
+    same(subject.log_probs(loaded), subject.log_probs(backend))
+    same(subject.step(loaded, 2), subject.step(backend, 2))
+    same(subject.log_probs(loaded), subject.log_probs(backend))
 
 
 CHECKS: tuple[Callable[[BackendUnderTest], None], ...] = (

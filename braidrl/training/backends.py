@@ -89,9 +89,9 @@ class BackendSpec:
     """The role's layout, with `data` filled in."""
 
     def __post_init__(self) -> None:
-        own = settings_of(self.role, self.config)
-        self.path, self.dtype, self.learning_rate = own.model.expanduser(), own.dtype, own.learning_rate
-        self.device, self.layout = choose_device(self.config.device), own.layout.resolve(self.ranks.size)
+        settings = settings_of(self.role, self.config)
+        self.path, self.dtype, self.learning_rate = settings.model.expanduser(), settings.dtype, settings.learning_rate
+        self.device, self.layout = choose_device(self.config.device), settings.layout.resolve(self.ranks.size)
 
     def join(self) -> DataParallel:
         """Return this rank's place in the layout; all ranks of the role call this together, before they build their

@@ -43,10 +43,10 @@ def router_predictions(routing: Routing, places: Tensor) -> dict[str, Tensor]:
     if routing.is_sigmoid:
         scores = logits.sigmoid()
         scores = scores / scores.sum(-1, keepdim=True)
-    found = {LOGITS: logits, SCORES: scores, ROUTES: routing.recorded()[places]}
+    predictions = {LOGITS: logits, SCORES: scores, ROUTES: routing.recorded()[places]}
     if routing.changed:
-        found[CHANGED] = routing.of_all_tokens(routing.changed)[places].detach()
-    return found
+        predictions[CHANGED] = routing.of_all_tokens(routing.changed)[places].detach()
+    return predictions
 
 
 def choices(routes: Tensor, experts: int) -> Tensor:
@@ -121,10 +121,10 @@ class RouterBalance:
         """Count a micro-batch's choices; return its predictions with the routers' losses in place of their outputs, and
         metrics per token (A,). A pipeline rank has those of its layers.
         """
-        found = dict(predicted)
-        if LOGITS not in found:
-            return found, {}
-        logits, scores, routes = found.pop(LOGITS), found.pop(SCORES), found.pop(ROUTES)
+        outputs = dict(predicted)
+        if LOGITS not in outputs:
+            return outputs, {}
+        logits, scores, routes = outputs.pop(LOGITS), outputs.pop(SCORES), outputs.pop(ROUTES)
         layers = [layer_of(router) for router in routers_of(self.model)]
         if self.ranks.is_first_of_stage:
             self.counts[layers] += choices(routes, scores.shape[-1]).sum(0).to(self.counts)
@@ -134,16 +134,16 @@ class RouterBalance:
             if self.config.shares == "row":
                 shares = row_shares(routes, scores.shape[-1], offsets)
             losses["router_auxiliary"] = auxiliary_loss(scores, shares)
-            found[ROUTER_LOSS] = self.config.auxiliary * losses["router_auxiliary"]
+            outputs[ROUTER_LOSS] = self.config.auxiliary * losses["router_auxiliary"]
         if self.config.z:
             losses["router_z"] = z_loss(logits)
-            found[ROUTER_LOSS] = found.get(ROUTER_LOSS, 0) + self.config.z * losses["router_z"]
+            outputs[ROUTER_LOSS] = outputs.get(ROUTER_LOSS, 0) + self.config.z * losses["router_z"]
         entropies = torch.special.entr(scores.detach()).sum(-1).unbind(1)
         metrics = {f"router_entropy/{layer}": entropy for layer, entropy in zip(layers, entropies, strict=True)}
-        if (changed := found.pop(CHANGED, None)) is not None:
+        if (changed := outputs.pop(CHANGED, None)) is not None:
             of_layers = zip(layers, changed.unbind(1), strict=True)
             metrics |= {f"routes_changed/{layer}": share for layer, share in of_layers}
-        return found, metrics | {name: loss.detach() for name, loss in losses.items()}
+        return outputs, metrics | {name: loss.detach() for name, loss in losses.items()}
 
     def report(self, sums: Sums, role: str, metrics: Mapping[str, Tensor]) -> None:
         """Add a micro-batch's metrics, on one rank of each pipeline stage. Losses are sums over all layers, whose

@@ -141,14 +141,14 @@ def _load(
     model: Any = None
     missing = set[str]()
     if on_meta or quantised:
-        model, whole = skeleton(auto, folder, config, plan, dtype)
+        model, is_complete = skeleton(auto, folder, config, plan, dtype)
         files = ModelFiles(folder, model)
         missing = {name for name, _ in model.named_parameters()} - set(files)
-        if quantised and not whole:
+        if quantised and not is_complete:
             raise UserError(
                 f"model: {folder} is quantised, and {type(model).__name__} has to be loaded in full; save it without"
             )
-        if not whole or (missing - {HEAD} and not quantised):
+        if not is_complete or (missing - {HEAD} and not quantised):
             model = None
         else:
             read_buffers(model, files)
@@ -205,10 +205,10 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not parameter.is_meta:
                 setattr(part, name, torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad))
-    whole = rebuild_buffers(model)
+    is_complete = rebuild_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model, whole
+    return model, is_complete
 
 
 def without_quantisation(config: Any, folder: Path) -> bool:
@@ -233,29 +233,29 @@ def rebuild_buffers(model: Any) -> bool:
     """Rebuild the non-persistent buffers of a model on the meta device by transformers' own initialization; return
     whether all were set.
     """
-    made: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
     parts: dict[str, None] = {}
     for name, buffer in list(model.named_non_persistent_buffers()):
         if buffer.is_meta:
-            owner, _, own = name.rpartition(".")
+            owner, _, buffer_name = name.rpartition(".")
             unset = float("nan") if buffer.is_floating_point() else 0
-            made.append(torch.full(buffer.shape, unset, dtype=buffer.dtype))
-            model.get_submodule(owner).register_buffer(own, made[-1], persistent=False)
+            buffers.append(torch.full(buffer.shape, unset, dtype=buffer.dtype))
+            model.get_submodule(owner).register_buffer(buffer_name, buffers[-1], persistent=False)
             parts |= dict.fromkeys(owner.rsplit(".", up)[0] for up in range(owner.count(".") + 1))
     try:
-        for part in (*parts, "") if made else ():
+        for part in (*parts, "") if buffers else ():
             model._init_weights(model.get_submodule(part))
     except AttributeError:  # gemma3n's initialization names attributes that its model lacks; it is loaded in full
         return False
-    return not any(bool(buffer.isnan().any()) for buffer in made if buffer.is_floating_point())
+    return not any(bool(buffer.isnan().any()) for buffer in buffers if buffer.is_floating_point())
 
 
 def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
     """Read the buffers of a model on the meta device from its files; buffers are small and not sharded."""
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta and name in files:
-            owner, _, own = name.rpartition(".")
-            model.get_submodule(owner).register_buffer(own, files[name].to(buffer.dtype, copy=True))
+            owner, _, buffer_name = name.rpartition(".")
+            model.get_submodule(owner).register_buffer(buffer_name, files[name].to(buffer.dtype, copy=True))
 
 
 def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
@@ -401,12 +401,12 @@ def text_processor(folder: Path, config: Any, image_processor: Any, tokenizer: A
     kind = written_by(config, named_processor(folder))
     settings, _ = kind.get_processor_dict(folder, local_files_only=True)
     accepted = signature(kind.__init__).parameters.keys() - {"self", "image_processor", "tokenizer", "chat_template"}
-    given = {name: value for name, value in settings.items() if name in accepted and not isinstance(value, dict)}
-    given |= {"video_processor": SimpleNamespace()} if "video_processor" in accepted else {}
+    arguments = {name: value for name, value in settings.items() if name in accepted and not isinstance(value, dict)}
+    arguments |= {"video_processor": SimpleNamespace()} if "video_processor" in accepted else {}
     without_video = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     defaults = getattr(getattr(kind, "valid_processor_kwargs", None), "_defaults", {})
     options = {"return_tensors": "pt", **defaults.get("images_kwargs", {})}
-    return without_video(image_processor=image_processor, tokenizer=tokenizer, **given), options
+    return without_video(image_processor=image_processor, tokenizer=tokenizer, **arguments), options
 
 
 def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
@@ -431,11 +431,11 @@ def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerB
         "generation_config.json": settings,
         "the tokenizer": tokenizer.eos_token_id,
     }
-    for place, ends in named.items():
+    for origin, ends in named.items():
         for end in ends if isinstance(ends, list | tuple) else [ends]:
             if end is not None and not (type(end) is int and 0 <= end < size):
                 raise UserError(
-                    f"model: {folder}: eos_token_id of {place} is {shown(end)}, and the model has the tokens 0 to "
+                    f"model: {folder}: eos_token_id of {origin} is {shown(end)}, and the model has the tokens 0 to "
                     f"{size - 1}; "
                     "responses could not end: write the right one"
                 )
@@ -560,6 +560,6 @@ def model_settings(model: Path) -> Mapping[str, Any]:
     settings = read_object(path)
     settings |= settings.get("text_config") or {}
     kind = settings.get("model_type")
-    known = transformers.CONFIG_MAPPING
-    shared = known[kind].attribute_map if kind in known else {}
-    return {**settings, **{name: settings[own] for name, own in shared.items() if own in settings}}
+    families = transformers.CONFIG_MAPPING
+    shared = families[kind].attribute_map if kind in families else {}
+    return {**settings, **{name: settings[key] for name, key in shared.items() if key in settings}}

@@ -84,7 +84,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
             )
     # Hide the model type: otherwise peft also adapts fused experts, which are not linear layers and would not be
     # merged.
-    known = decoder.config.model_type
+    model_type = decoder.config.model_type
     decoder.config.model_type = "decoder"
     try:
         with torch.random.fork_rng(devices=[]):
@@ -95,12 +95,12 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
                 )
             # In the modules' order, in which peft nests their adapters.
             for module, name in (
-                place for target, places in stacks.items() if target in lora.targets for place in places
+                stack for target, stacks_of in stacks.items() if target in lora.targets for stack in stacks_of
             ):
                 add_to_stack(module, name, lora)
             add_to_tower(model, lora)
     finally:
-        decoder.config.model_type = known
+        decoder.config.model_type = model_type
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)
@@ -118,11 +118,11 @@ def add_to_tower(model: Any, lora: LoraConfig) -> None:
     """Add adapters to linear layers beside a model's text part. Raises UserError for a target that it lacks."""
     parts = [getattr(base_of(model), name) for name in modules_beside_text(model)]
     linear = [{n.rpartition(".")[2] for n, m in part.named_modules() if isinstance(m, nn.Linear)} for part in parts]
-    known = set[str]().union(*linear)
-    if lacking := [target for target in lora.vision_targets if target not in known]:
+    available = set[str]().union(*linear)
+    if lacking := [target for target in lora.vision_targets if target not in available]:
         raise UserError(
             f"lora.vision_targets: {type(model).__name__} has no linear layer {lacking[0]!r} in its vision tower. "
-            f"{suggest(lacking[0], known)}"
+            f"{suggest(lacking[0], available)}"
         )
     for part, names in zip(parts, linear, strict=True):
         if targets := [target for target in lora.vision_targets if target in names]:
@@ -162,20 +162,20 @@ def start_from(model: nn.Module, path: Path) -> None:
 
     Raises UserError if the file cannot be read or is of another model.
     """
-    wanted = adapters_of(dict(model.named_parameters()))
+    adapters = adapters_of(dict(model.named_parameters()))
     try:
-        saved = read_adapters(path, shapes_in(wanted))
+        saved = read_adapters(path, shapes_in(adapters))
     except (OSError, SafetensorError) as error:
         raise UserError(f"lora.adapter: {path} cannot be read ({first_line(error)})") from error
-    shapes, given = ({name: tuple(one.shape) for name, one in each.items()} for each in (wanted, saved))
-    if unlike := sorted(name for name in shapes | given if shapes.get(name) != given.get(name)):
+    shapes, saved_shapes = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (adapters, saved))
+    if unlike := sorted(name for name in shapes | saved_shapes if shapes.get(name) != saved_shapes.get(name)):
         name = unlike[0]
         raise UserError(
-            f"lora.adapter: {path} is of another model: {name} is {given.get(name, 'missing')} there, and "
+            f"lora.adapter: {path} is of another model: {name} is {saved_shapes.get(name, 'missing')} there, and "
             f"{shapes.get(name, 'missing')} in {type(model).__name__}"
         )
     with torch.no_grad():
-        for name, parameter in wanted.items():
+        for name, parameter in adapters.items():
             parameter.copy_(saved[name])
 
 

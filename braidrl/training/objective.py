@@ -215,17 +215,17 @@ class Objective:
     def _drift(self, look: "Lookup", device: torch.device) -> dict[str, Tensor]:
         """Return metrics per token (A,) of a policy's drift from the old, the rollout and the reference policy."""
         current = look.predicted["log_probs"].detach()
-        found = {"entropy": look.predicted["entropy"].detach(), "log_prob_mean": current}
+        metrics = {"entropy": look.predicted["entropy"].detach(), "log_prob_mean": current}
         old, rollout, reference = (
             look.find(name, device) for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs")
         )
         if old is not None:
-            found["kl_old"] = old - current
+            metrics["kl_old"] = old - current
             if rollout is not None and self.old != "rollout":
-                found["rollout_log_prob_gap"] = (old - rollout).abs()
+                metrics["rollout_log_prob_gap"] = (old - rollout).abs()
         if reference is not None:
-            found |= {f"kl_reference_{name}": estimate(name, current, reference) for name in ("k1", "k2", "k3")}
-        return found
+            metrics |= {f"kl_reference_{name}": estimate(name, current, reference) for name in ("k1", "k2", "k3")}
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -242,13 +242,13 @@ class Lookup:
 
         Raises KeyError if a required one is missing.
         """
-        found: list[Tensor | None] = []
+        arguments: list[Tensor | None] = []
         for parameter in (*entry.reads, *entry.optional):
             column = columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
-            found.append(self.find(column, device))
-            if found[-1] is None and parameter in entry.reads:
+            arguments.append(self.find(column, device))
+            if arguments[-1] is None and parameter in entry.reads:
                 raise KeyError(f"{entry.name} needs {column!r}, which the rows do not have")
-        return found
+        return arguments
 
     def find(self, name: str, device: torch.device) -> Tensor | None:
         if name == "offsets":
@@ -272,10 +272,10 @@ def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device
     if column == "advantages" and column not in rows and "advantage" in rows:
         per_row = rows["advantage"].to(offsets.device)
         return per_row.repeat_interleave(offsets.diff()).to(device)
-    found = rows.get(column)
-    if found is None:
+    values_of_rows = rows.get(column)
+    if values_of_rows is None:
         return None
-    values: Tensor = found.values if isinstance(found, Ragged) else found
+    values: Tensor = values_of_rows.values if isinstance(values_of_rows, Ragged) else values_of_rows
     return values.to(device)
 
 
@@ -356,8 +356,8 @@ class Accumulated:
 
     def own_sums(self, objective: Objective) -> Objective:
         """Return the objective with the denominators that it has in this step; one that is repeated keeps its own."""
-        known = [self.objectives.index(objective)] if objective in self.objectives else [len(self.objectives)]
-        return objective.numbered(known[0])
+        number = self.objectives.index(objective) if objective in self.objectives else len(self.objectives)
+        return objective.numbered(number)
 
     def add(self, objective: Objective, losses: Mapping[str, float], update: UpdateCounts) -> "Accumulated":
         """Add loss sums of `own_sums(objective)` over rows with these counts; return self."""
@@ -376,17 +376,19 @@ def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor
     """Describe the tokens with a non-finite prediction or column, or the rows; `offsets` (B + 1,) are the starts of
     their actions.
     """
-    count, found, known = int(offsets[-1]), list[str](), dict[str, Tensor | None](predicted)
+    count, descriptions, columns = int(offsets[-1]), list[str](), dict[str, Tensor | None](predicted)
     for name in (*(name for name, column in rows.items() if isinstance(column, Tensor | Ragged)), "advantages"):
-        known[name] = column_values(rows, name, offsets, offsets.device)
-    for name, values in known.items():
+        columns[name] = column_values(rows, name, offsets, offsets.device)
+    for name, values in columns.items():
         if values is None or not values.is_floating_point() or len(values) != count:
             continue
-        for place in (~torch.isfinite(values.detach())).nonzero().flatten().tolist()[:1]:
-            row = int(torch.searchsorted(offsets, torch.tensor(place, device=offsets.device), right=True)) - 1
-            number = place - int(offsets[row])
-            found.append(f"{name} is {values[place].item()} {NAMES_A_TOKEN} {number} of row {rows.uids()[row]}")
-    return "; ".join(found) or f"the loss overflowed{named_rows(rows.uids())}"
+        for position in (~torch.isfinite(values.detach())).nonzero().flatten().tolist()[:1]:
+            row = int(torch.searchsorted(offsets, torch.tensor(position, device=offsets.device), right=True)) - 1
+            number = position - int(offsets[row])
+            descriptions.append(
+                f"{name} is {values[position].item()} {NAMES_A_TOKEN} {number} of row {rows.uids()[row]}"
+            )
+    return "; ".join(descriptions) or f"the loss overflowed{named_rows(rows.uids())}"
 
 
 def with_group_tokens(rows: Rows, index: Rows) -> Rows:

@@ -84,13 +84,13 @@ def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
     return products + 4.0 * sizes.queries * counts.pairs
 
 
-def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, seen: float) -> float:
+def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, attended: float) -> float:
     """Return the bytes that decoding reads, with `element_bytes` per element of weights, keys and values.
 
-    Each of the `steps` reads all weights once, also those of all experts, which many rows choose together; `seen`
-    tokens' keys and values are read, summed over rows and steps.
+    Each of the `steps` reads all weights once, with all experts, which many rows choose together. Keys and values are
+    read of `attended` tokens, summed over rows and steps.
     """
-    return element_bytes * (steps * (sizes.body + sizes.head) + seen * sizes.cached)
+    return element_bytes * (steps * (sizes.body + sizes.head) + attended * sizes.cached)
 
 
 class DecodedSteps(NamedTuple):

@@ -91,8 +91,8 @@ def adamw8bit(parameters: NamedParameters, lr: float, **settings: Any) -> torch.
 
 def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
     """Return the settings of the configured optimizer by keyword; AdamW has its own keys for some."""
-    own = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
-    return {**(own if config.optimizer in MOMENT_BYTES else {}), **config.optimizer_settings}
+    adamw_settings = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
+    return {**(adamw_settings if config.optimizer in MOMENT_BYTES else {}), **config.optimizer_settings}
 
 
 def check_optimizer(config: TrainerConfig) -> None:
@@ -123,21 +123,21 @@ def make_optimizer(
     for name, parameter in parameters:
         by_rate.setdefault((rates or {}).get(name, lr), []).append((name, parameter))
     kind, settings = OPTIMIZERS.find(config.optimizer), optimizer_settings(config)
-    made: torch.optim.Optimizer
-    made, *others = [kind(some, lr=rate, **settings) for rate, some in (by_rate or {lr: []}).items()]
-    for group in (group for other in others for group in other.param_groups):
-        made.add_param_group(group)
-    return made
+    optimizer: torch.optim.Optimizer
+    optimizer, *others = [kind(some, lr=rate, **settings) for rate, some in (by_rate or {lr: []}).items()]
+    for group in (group for additional in others for group in additional.param_groups):
+        optimizer.add_param_group(group)
+    return optimizer
 
 
-def trained_tensors(made: torch.optim.Optimizer, names: Sequence[str], config: TrainerConfig) -> list[Tensor]:
+def trained_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str], config: TrainerConfig) -> list[Tensor]:
     """Return the tensors that an optimizer updates, in the order of `names`: those given, or their local shards.
 
     Raises UserError if it lacks one.
     """
     tensors = {
         name: tensor
-        for group in made.param_groups
+        for group in optimizer.param_groups
         for name, tensor in zip(group.get("param_names", ()), group["params"], strict=False)
     }
     if lacking := [name for name in names if name not in tensors]:
@@ -162,8 +162,8 @@ class StepOverrides:
 
     def group_settings(self) -> dict[str, Any]:
         """Return the settings of parameter groups by torch's names."""
-        given = {"betas": self.betas, "eps": self.epsilon, "weight_decay": self.weight_decay}
-        return {name: value for name, value in given.items() if value is not None}
+        overrides = {"betas": self.betas, "eps": self.epsilon, "weight_decay": self.weight_decay}
+        return {name: value for name, value in overrides.items() if value is not None}
 
 
 CONFIGURED = StepOverrides()
@@ -173,9 +173,9 @@ GROUP_SETTINGS = {"betas": "betas", "eps": "epsilon", "weight_decay": "weight_de
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all elements are finite, as a rule reading each tensor once."""
-    found = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     # The sum of squares is ten times as fast as the maximum on a CPU, but may overflow where the elements do not.
-    return any(bool(torch.nn.utils.get_total_norm(found, order).isfinite()) for order in (2.0, math.inf))
+    return any(bool(torch.nn.utils.get_total_norm(floating, order).isfinite()) for order in (2.0, math.inf))
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
@@ -302,8 +302,8 @@ class MasterOptimizer:
 
     def _set_groups(self, iteration: int, overrides: StepOverrides) -> None:
         """Set this step's learning rate and settings in every parameter group."""
-        given = overrides.group_settings()
-        if lacking := [name for name in given if not any(name in settings for settings in self.group_settings)]:
+        overridden = overrides.group_settings()
+        if lacking := [name for name in overridden if not any(name in settings for settings in self.group_settings)]:
             raise UserError(
                 f"optim_step: {GROUP_SETTINGS[lacking[0]]} is not a setting of "
                 f"trainer.optimizer={self.config.optimizer}; leave it out"
@@ -312,7 +312,7 @@ class MasterOptimizer:
         rate = learning_rate(iteration, self.config, self.peak) if rate is None else rate
         for group, share, settings in zip(self.optimizer.param_groups, self.shares, self.group_settings, strict=True):
             group["lr"] = rate * share
-            group.update({name: given.get(name, value) for name, value in settings.items()})
+            group.update({name: overridden.get(name, value) for name, value in settings.items()})
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -368,15 +368,15 @@ class MasterOptimizer:
             number, _, name = key.partition(".")
             saved.setdefault(number, {})[name] = tensor
         for (i, parameter), master, updated in zip(self.by_number.items(), self.masters, self.updated, strict=True):
-            own = saved.get(str(i), {})
-            if (kept := own.pop("master", None)) is not None:
+            states = saved.get(str(i), {})
+            if (kept := states.pop("master", None)) is not None:
                 master.copy_(kept)
             elif parameter.dtype != master.dtype:
                 # Saved where the weights were their own masters; `read_masters` reads these in full.
                 master.copy_(local_shard(parameter))
             self.optimizer.state.pop(updated, None)
             kind = parameter if isinstance(updated, DTensor) else master
-            for name, tensor in own.items():
+            for name, tensor in states.items():
                 tensor = tensor.to(master.device, copy=True)
                 self.optimizer.state[updated][name] = as_dtensor(tensor, kind) if tensor.dim() else tensor
         self._publish()
@@ -388,7 +388,7 @@ def _collect(optimizer: "ref[MasterOptimizer]", i: int, parameter: Tensor) -> No
     A strong reference would leak optimizer and model: Python's garbage collector does not traverse a tensor's hooks.
     """
     gradient = parameter.grad
-    if (own := optimizer()) is None:
+    if (owner := optimizer()) is None:
         return
     parameter.grad = None
     assert gradient is not None
@@ -396,5 +396,5 @@ def _collect(optimizer: "ref[MasterOptimizer]", i: int, parameter: Tensor) -> No
         # Reduce over the ranks that hold partial sums.
         assert isinstance(parameter, DTensor)
         gradient = local_shard(gradient.redistribute(placements=parameter.placements))
-    known = own.collecting[i]
-    own.collecting[i] = gradient.to(own.masters[i].dtype) if known is None else known.add_(gradient)
+    collected = owner.collecting[i]
+    owner.collecting[i] = gradient.to(owner.masters[i].dtype) if collected is None else collected.add_(gradient)

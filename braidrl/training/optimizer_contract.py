@@ -62,7 +62,7 @@ def steps_lead_downhill(subject: OptimizerUnderTest) -> None:
 def without_a_gradient_weights_stay(subject: OptimizerUnderTest) -> None:
     before = weights()
     after = train(subject.make(*before), range(1, 4), scale=0.0)
-    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 def the_scheduled_learning_rate_is_used(subject: OptimizerUnderTest) -> None:
@@ -70,7 +70,7 @@ def the_scheduled_learning_rate_is_used(subject: OptimizerUnderTest) -> None:
     before = train(optimizer, [1, 2, 3])
     # After its last step the schedule's rate is 0.
     after = train(optimizer, [4])
-    assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 def bfloat16_weights_move_by_float32_masters(subject: OptimizerUnderTest) -> None:
@@ -81,21 +81,21 @@ def bfloat16_weights_move_by_float32_masters(subject: OptimizerUnderTest) -> Non
 
 
 def a_restored_state_continues_bit_for_bit(subject: OptimizerUnderTest) -> None:
-    whole = subject.make(*weights())
-    halfway = train(whole, range(1, 4))
-    saved = {name: tensor.clone() for name, tensor in whole.state().items()}
+    uninterrupted = subject.make(*weights())
+    halfway = train(uninterrupted, range(1, 4))
+    saved = {name: tensor.clone() for name, tensor in uninterrupted.state().items()}
     resumed = subject.make(*halfway)
     resumed.load_state(saved)
-    for one, other in zip(train(whole, range(4, 7)), train(resumed, range(4, 7)), strict=True):
-        assert torch.equal(one, other)
+    for expected, restored in zip(train(uninterrupted, range(4, 7)), train(resumed, range(4, 7)), strict=True):
+        assert torch.equal(expected, restored)
 
 
 def a_shard_of_a_parameter_steps_as_in_the_full_one(subject: OptimizerUnderTest) -> None:
     matrix, vector = weights()
     together = train(subject.make(matrix, vector), range(1, 4))
     parts = [train(subject.make(matrix[rows], vector[rows]), range(1, 4)) for rows in (slice(0, 2), slice(2, 6))]
-    for number, whole in enumerate(together):
-        assert torch.allclose(torch.cat([part[number] for part in parts]), whole, rtol=0, atol=1e-12)
+    for number, full in enumerate(together):
+        assert torch.allclose(torch.cat([part[number] for part in parts]), full, rtol=0, atol=1e-12)
 
 
 CHECKS: tuple[Callable[[OptimizerUnderTest], None], ...] = (

@@ -64,21 +64,21 @@ class RoleSettings:
 
 
 def settings_of(role: str, config: Config) -> RoleSettings:
-    own, trainer = config.roles.get(role) or RoleConfig(), config.trainer
-    rate, checkpointing = own.learning_rate, own.activation_checkpointing
-    lora = own.lora or trainer.lora
+    role_config, trainer = config.roles.get(role) or RoleConfig(), config.trainer
+    rate, checkpointing = role_config.learning_rate, role_config.activation_checkpointing
+    lora = role_config.lora or trainer.lora
     return RoleSettings(
         role=role,
-        own=frozenset(name for name in RoleConfig.model_fields if getattr(own, name) is not None),
-        model=Path(own.model or config.model),
+        own=frozenset(name for name in RoleConfig.model_fields if getattr(role_config, name) is not None),
+        model=Path(role_config.model or config.model),
         device=config.device,
-        configured_dtype=own.dtype or config.dtype,
-        backend=own.backend or trainer.backend,
+        configured_dtype=role_config.dtype or config.dtype,
+        backend=role_config.backend or trainer.backend,
         learning_rate=trainer.learning_rate if rate is None else rate,
-        max_tokens=own.max_tokens_per_device or trainer.max_tokens_per_device or USUAL_TOKENS,
+        max_tokens=role_config.max_tokens_per_device or trainer.max_tokens_per_device or USUAL_TOKENS,
         activation_checkpointing=trainer.activation_checkpointing if checkpointing is None else checkpointing,
-        layout=own.layout or trainer.layout,
-        inference_layout=own.inference_layout or trainer.inference_layout,
+        layout=role_config.layout or trainer.layout,
+        inference_layout=role_config.inference_layout or trainer.inference_layout,
         lora=lora,
         trains_vision=trainer.train_vision or bool(lora and lora.vision_targets),
     )
@@ -88,7 +88,11 @@ def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
     """Return the inference layout of each trained role whose inference and training layouts differ."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     trained = [settings_of(role, config) for role in flow.trained_roles if role in infer]
-    return {own.role: own.inference_layout for own in trained if own.inference_layout not in (None, own.layout)}
+    return {
+        settings.role: settings.inference_layout
+        for settings in trained
+        if settings.inference_layout not in (None, settings.layout)
+    }
 
 
 def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
@@ -96,8 +100,8 @@ def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase)
     path = settings_of(role, config).model
     if path == config.model:
         return None
-    own = load_tokenizer(path)
-    return own if own.get_vocab() != tokenizer.get_vocab() else None
+    role_tokenizer = load_tokenizer(path)
+    return role_tokenizer if role_tokenizer.get_vocab() != tokenizer.get_vocab() else None
 
 
 def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:

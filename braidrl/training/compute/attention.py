@@ -69,12 +69,12 @@ class Scores:
 
         `blocks` are the numbers of both's images, 0 for text: tokens of one image see each other in both directions.
         """
-        seen = key <= query
+        visible = key <= query
         if blocks is not None:
-            seen = seen | ((blocks[0] == blocks[1]) & (blocks[0] > 0))
+            visible = visible | ((blocks[0] == blocks[1]) & (blocks[0] > 0))
         if self.window is not None:
-            seen = seen & (query - key < self.window)
-        return seen if self.chunk is None else seen & (query // self.chunk == key // self.chunk)
+            visible = visible & (query - key < self.window)
+        return visible if self.chunk is None else visible & (query // self.chunk == key // self.chunk)
 
 
 class AttentionContext(ABC):
@@ -84,9 +84,9 @@ class AttentionContext(ABC):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with queries (1, H, N, D) to keys (1, K, N, D) and values (1, K, N, E); returns (1, N, H, E)."""
 
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def mix(self, module: nn.Module, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer's own forward per sequence; argument tensors (1, N, ...) hold the tokens of all sequences."""
-        return forward(*given, **named)
+        return forward(*arguments, **named)
 
     def row_lengths(self, positions: Tensor) -> Tensor:
         """Return the length of each token's own sequence, (B, N), given the positions (..., B, N) of the call."""
@@ -247,7 +247,7 @@ class PackedSequences(AttentionContext):
         self,
         module: nn.Module,
         forward: Forward,
-        given: tuple[Any, ...],
+        arguments: tuple[Any, ...],
         named: dict[str, Any],
         more: Callable[[list[int]], dict[str, Any]] | None = None,
         multiple: int = MULTIPLE,
@@ -260,25 +260,25 @@ class PackedSequences(AttentionContext):
         `multiple` are one batch.
         """
         total, batches, columns = sum(self.lengths), self.in_batches(multiple), list[list[Any]]()
-        leaves, form = tree_flatten((given, named))
+        leaves, form = tree_flatten((arguments, named))
         for leaf in leaves:
-            place = token_dimension(leaf, total)
-            if place is None:
+            dimension = token_dimension(leaf, total)
+            if dimension is None:
                 columns.append([leaf] * len(batches.shapes))
                 continue
-            parts = batches.split(leaf.squeeze(place - 1).movedim(place - 1, 0))
-            columns.append([part.movedim((0, 1), (place - 1, place)) for part in parts])
-        found = []
+            parts = batches.split(leaf.squeeze(dimension - 1).movedim(dimension - 1, 0))
+            columns.append([part.movedim((0, 1), (dimension - 1, dimension)) for part in parts])
+        results = []
         for shape, numbers, *part in zip(batches.shapes, batches.numbers, *columns, strict=True):
-            own, kwargs = tree_unflatten(part, form)
+            batch_arguments, kwargs = tree_unflatten(part, form)
             with attending(EqualRows(shape, self.keep_scores)):
-                found.append(tree_flatten(forward(*own, **kwargs, **(more(numbers) if more else {}))))
+                results.append(tree_flatten(forward(*batch_arguments, **kwargs, **(more(numbers) if more else {}))))
         outputs = []
-        for values in zip(*(leaves for leaves, _ in found), strict=True):
+        for values in zip(*(leaves for leaves, _ in results), strict=True):
             places = zip(values, batches.shapes, strict=True)
             holds_tokens = all(isinstance(value, Tensor) and value.shape[:2] == shape for value, shape in places)
             outputs.append(batches.join([value.flatten(0, 1) for value in values])[None] if holds_tokens else None)
-        return tree_unflatten(outputs, found[0][1])
+        return tree_unflatten(outputs, results[0][1])
 
     def in_batches(self, multiple: int) -> "RowBatches":
         """Arrange the sequences as the batches of `mix`, in the order in which their lengths first occur."""
@@ -367,9 +367,9 @@ def token_dimension(leaf: Any, tokens: int) -> int | None:
     """Return the token dimension of a mixer's argument, which follows one of size 1; None for other arguments."""
     if not isinstance(leaf, Tensor):
         return None
-    for place in (1, 2):
-        if leaf.dim() > place and leaf.shape[place - 1] == 1 and leaf.shape[place] == tokens:
-            return place
+    for dimension in (1, 2):
+        if leaf.dim() > dimension and leaf.shape[dimension - 1] == 1 and leaf.shape[dimension] == tokens:
+            return dimension
     return None
 
 
@@ -414,19 +414,19 @@ def attend_equal(
     # Two matrix products: the blocked kernel's backward is slow on short sequences. Query heads that share a key head
     # are more queries.
     queries = query.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
+    visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     sinks = scores.sinks
     if sinks is not None:
         sinks = sinks.view(1, groups, -1, 1).expand(sequences, -1, -1, length).flatten(2)[..., None]
-    hidden = additive(seen, torch.promote_types(query.dtype, torch.float32))
-    hidden = hidden.repeat(*(1,) * (seen.dim() - 2), heads // groups, 1)
+    hidden = additive(visible, torch.promote_types(query.dtype, torch.float32))
+    hidden = hidden.repeat(*(1,) * (visible.dim() - 2), heads // groups, 1)
     output = attend_plainly(queries, key.transpose(1, 2), value.transpose(1, 2), scores, hidden, sinks)
     return output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1)
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask to add to scores: 0 where a query sees a key, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def attend_plainly(

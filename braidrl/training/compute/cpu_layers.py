@@ -50,8 +50,8 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 def dense_name(name: str) -> str:
     """Return the name of the dense family's class that computes the same, or the name itself."""
-    found = next((family for family in MIXTURES if name.startswith(family)), None)
-    return name if found is None else MIXTURES[found] + name.removeprefix(found)
+    mixture = next((prefix for prefix in MIXTURES if name.startswith(prefix)), None)
+    return name if mixture is None else MIXTURES[mixture] + name.removeprefix(mixture)
 
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:

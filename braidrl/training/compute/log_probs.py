@@ -72,9 +72,9 @@ compile_once: Callable[[Any], Any] = cache(partial(torch.compile, dynamic=True))
 """Compiles a function once, for chunks of any length."""
 
 
-def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
-    """Return the kernels for a plain output layer in at most float32; None if not wanted or not available."""
-    if not wanted or weight.dtype == torch.float64:
+def chunk_kernels(weight: Tensor, allowed: bool) -> ChunkKernels | None:
+    """Return the kernels for a plain output layer in at most float32; None if not `allowed` or not available."""
+    if not allowed or weight.dtype == torch.float64:
         return None
     if weight.is_cuda:
         return ChunkKernels(compile_once(chunk_statistics), compile_once(chunk_gradient)) if has_triton() else None
@@ -143,8 +143,8 @@ class _LinearLogProbs(torch.autograd.Function):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs, log_sums, entropy = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for part in parts:
-            found = kernels.statistics(product(hidden[part], weight), targets[part], temperature)
-            log_probs[part], log_sums[part], entropy[part] = found
+            of_part = kernels.statistics(product(hidden[part], weight), targets[part], temperature)
+            log_probs[part], log_sums[part], entropy[part] = of_part
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.with_entropy_grad, ctx.dtype = temperature, with_entropy_grad, dtype
         ctx.parts, ctx.kernels, ctx.group = parts, kernels, group
@@ -170,8 +170,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 add_weight_gradient(grad_weight, grad, hidden[part])
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
-        whole = None if grad_weight is None else grad_weight.to(weight.dtype).contiguous()
-        return grad_hidden, whole, *[None] * 6
+        weight_gradient = None if grad_weight is None else grad_weight.to(weight.dtype).contiguous()
+        return grad_hidden, weight_gradient, *[None] * 6
 
 
 @dataclass(frozen=True)

@@ -254,7 +254,7 @@ def families_of(rows: Rows, rope_lengths: RopeLengths = SAME) -> list[Family] | 
     if not torch.equal(rows["sequence_lengths"].values, lengths):
         return None
     offsets, actions = rows["action_mask"].offsets.tolist(), rows["action_mask"].values
-    found: dict[tuple[Any, ...], list[tuple[int, int, int]]] = {}
+    members_by_prompt: dict[tuple[Any, ...], list[tuple[int, int, int]]] = {}
     tokens, groups, images = rows["tokens"].values, rows["group"].tolist(), rows.get("images")
     for row, (start, end) in enumerate(pairwise(offsets)):
         sampled = actions[start:end].nonzero()
@@ -267,9 +267,10 @@ def families_of(rows: Rows, rope_lengths: RopeLengths = SAME) -> list[Family] | 
             tokens[start : start + first].numpy().tobytes(),
             tuple(str(name) for name, at, _ in images[row] if at < first) if images else (),
         )
-        found.setdefault(name, []).append((row, first, end - start - first))
+        members_by_prompt.setdefault(name, []).append((row, first, end - start - first))
     return [
-        Family(members[0][1], tuple(m[2] for m in members), tuple(m[0] for m in members)) for members in found.values()
+        Family(members[0][1], tuple(m[2] for m in members), tuple(m[0] for m in members))
+        for members in members_by_prompt.values()
     ]
 
 
@@ -309,7 +310,7 @@ class SharedPrompts(AttentionContext):
     device: torch.device
     _masks: dict[Any, Tensor] = field(default_factory=dict, init=False)
 
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def mix(self, module: nn.Module, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Raise ValueError: models with mixers cannot share prompts."""
         raise ValueError(f"{type(module).__name__} cannot continue a prompt's state in several responses")
 
@@ -329,26 +330,26 @@ class SharedPrompts(AttentionContext):
             raise ValueError(f"families of {sum(sizes)} tokens, but the input is {tuple(query.shape)}")
         # split, not slices: the backward of a split is one concatenation
         queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
-        outputs, place = [], 0
+        outputs, part = [], 0
         for number, family in enumerate(self.families):
-            prompt = place
+            prompt = part
             outputs.append(attend_equal(queries[prompt][None], keys[prompt][None], values[prompt][None], scores, True))
             for block in range(len(family.blocks)):
-                place += 1
-                seen_keys = torch.cat([keys[prompt], keys[place]])
-                seen_values = torch.cat([values[prompt], values[place]])
-                known = number, block, scores.window, scores.chunk
-                if known not in self._masks:
+                part += 1
+                seen_keys = torch.cat([keys[prompt], keys[part]])
+                seen_values = torch.cat([values[prompt], values[part]])
+                mask_key = number, block, scores.window, scores.chunk
+                if mask_key not in self._masks:
                     # (R, P + R): a token sees the prompt and earlier tokens of its response, as `scores` lets it.
                     of_query = torch.cat([torch.full((n,), i) for i, n in enumerate(family.blocks[block])])
                     of_key = torch.cat([torch.full((family.prompt,), -1), of_query])
                     query_place = torch.cat([torch.arange(n) for n in family.blocks[block]]) + family.prompt
                     key_place = torch.cat([torch.arange(family.prompt), query_place])
-                    seen = (of_key == -1) | (of_key == of_query[:, None])
-                    seen = seen & scores.visible(query_place[:, None], key_place[None, :])
-                    self._masks[known] = seen.to(self.device)
-                outputs.append(_masked(queries[place], seen_keys, seen_values, self._masks[known], scores))
-            place += 1
+                    visible = (of_key == -1) | (of_key == of_query[:, None])
+                    visible = visible & scores.visible(query_place[:, None], key_place[None, :])
+                    self._masks[mask_key] = visible.to(self.device)
+                outputs.append(_masked(queries[part], seen_keys, seen_values, self._masks[mask_key], scores))
+            part += 1
         return torch.cat(outputs)[None]
 
 

@@ -70,11 +70,11 @@ SAME = RopeLengths()
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:
     """Return the rope settings of a text configuration: one, or one for each kind of layer."""
-    found = getattr(config, "rope_parameters", None) or {}
-    if not isinstance(found, dict):
+    settings = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(settings, dict):
         return []
-    parts = [value for value in found.values() if isinstance(value, dict)]
-    return parts or [found]
+    parts = [value for value in settings.values() if isinstance(value, dict)]
+    return parts or [settings]
 
 
 def most_positions(settings: Mapping[str, Any]) -> int | None:
@@ -107,17 +107,17 @@ def depends_on_length(kind: str) -> bool:
     return kind == "longrope" or "dynamic" in kind
 
 
-def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *given: Any, **named: Any) -> Any:
+def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any) -> Any:
     """Return the rotary embedding of positions (..., B, N), each by the factors of its row."""
     if x.is_meta:
-        return unwrap(self.plain_forward)(x, position_ids, *given, **named)
+        return unwrap(self.plain_forward)(x, position_ids, *arguments, **named)
     context, result = running.get(), None
     lengths = lengths_in_batch(position_ids) if context is None else context.row_lengths(position_ids)
     for length, most, rows in _sets_of_factors(self, lengths):
         _forget(self)
         # transformers looks at the greatest position of a call.
         last = torch.full_like(position_ids[..., :1], length - 1)
-        computed = self.plain_forward(x, torch.cat([position_ids.clamp(max=most), last], -1), *given, **named)
+        computed = self.plain_forward(x, torch.cat([position_ids.clamp(max=most), last], -1), *arguments, **named)
         parts = [part[..., :-1, :] for part in (computed if isinstance(computed, tuple) else (computed,))]
         before = parts if result is None else result
         result = [torch.where(rows[..., None], new, old) for new, old in zip(parts, before, strict=True)]
@@ -134,13 +134,13 @@ def _sets_of_factors(module: Any, lengths: Tensor) -> Iterator[tuple[int, int, T
     """Iterate over the sets of factors, those of shorter rows first: a length that has the set, the greatest position
     of rows that have it, and the tokens (B, N) of rows that have it or a later one.
     """
-    known = RopeLengths.of(module.config)
-    if known.growing is not None:
-        every = torch.cat([lengths.flatten(), lengths.new_tensor(known.switches)]).clamp(min=known.growing)
+    rope = RopeLengths.of(module.config)
+    if rope.growing is not None:
+        every = torch.cat([lengths.flatten(), lengths.new_tensor(rope.switches)]).clamp(min=rope.growing)
         for length in every.unique().tolist():
             yield length, length - 1, lengths >= length
         return
-    for before, end in pairwise((0, *known.switches, FARTHEST)):
+    for before, end in pairwise((0, *rope.switches, FARTHEST)):
         yield before + 1 if end == FARTHEST else end, end - 1, lengths > before
 
 

@@ -90,9 +90,9 @@ class SlotCache:
             layer = self.layer(number, len(keys), (keys.shape[-1], values.shape[-1]))
             for store, states in zip(layer, (keys, values), strict=True):
                 store[slots, :, : states.shape[1]] = states[None]
-        for number, given in enumerate(prefix.states):
-            stored = self.mixer(number, given)
-            for name, value in given.items():
+        for number, states_of_mixer in enumerate(prefix.states):
+            stored = self.mixer(number, states_of_mixer)
+            for name, value in states_of_mixer.items():
                 stored[name][slots] = value
 
     def mixer(self, number: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -141,8 +141,8 @@ class SlotStep(AttentionContext):
         for store, states in zip(stored, (key, value), strict=True):
             store.view(-1, store.shape[-1]).index_copy_(0, self._written[groups], states.reshape(-1, store.shape[-1]))
         if (rule := (scores.window, scores.chunk)) not in self._masks:
-            seen = scores.visible(self._positions[:, None], torch.arange(self._read, device=device))
-            self._masks[rule] = additive(seen, query.dtype)[:, None, None]  # (B, 1, 1, L)
+            visible = scores.visible(self._positions[:, None], torch.arange(self._read, device=device))
+            self._masks[rule] = additive(visible, query.dtype)[:, None, None]  # (B, 1, 1, L)
         keys, values = (store[:batch, :, : self._read] for store in stored)
         # query heads that share a key head form a batch of queries to it, so that each key is read once
         grouped = query.reshape(batch, groups, -1, width)
@@ -158,20 +158,20 @@ class SlotStep(AttentionContext):
             output = attend_plainly(grouped, keys, values, scores, self._masks[rule], sinks)
         return output.reshape(batch, 1, heads, -1)
 
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def mix(self, module: nn.Module, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer for one token of each slot, from the slots' states, which it updates."""
         number, batch = self._mixed, len(self._positions)
         self._mixed += 1
-        known = number < len(self._cache.states)
-        states = {name: state[:batch] for name, state in self._cache.states[number].items()} if known else {}
+        has_states = number < len(self._cache.states)
+        states = {name: state[:batch] for name, state in self._cache.states[number].items()} if has_states else {}
         carried = MixerCache(states)
-        found = forward(*given, **{**named, cache_name(module): carried})
+        output = forward(*arguments, **{**named, cache_name(module): carried})
         for name, value in carried.states().items():
-            if not known:
+            if not has_states:
                 states[name] = self._cache.mixer(number, {n: v[0] for n, v in carried.states().items()})[name][:batch]
             if states[name].data_ptr() != value.data_ptr():
                 states[name].copy_(value)
-        return found
+        return output
 
 
 @dataclass(eq=False)
@@ -187,7 +187,7 @@ class PrefillSequences(AttentionContext):
         self._keys_values.append((key[0], value[0]))
         return self.sequences.attend(module, query, key, value, scores)
 
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def mix(self, module: nn.Module, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer as PackedSequences does, recording the state after each sequence."""
         name = cache_name(module)
         kept: dict[int, tuple[MixerCache, int]] = {}
@@ -195,17 +195,17 @@ class PrefillSequences(AttentionContext):
 
         def with_cache(numbers: list[int]) -> dict[str, Any]:
             carried = MixerCache()
-            kept.update({number: (carried, place) for place, number in enumerate(numbers)})
+            kept.update({number: (carried, row) for row, number in enumerate(numbers)})
             return {name: carried}
 
-        found = self.sequences.mix(module, forward, given, named, with_cache, multiple=1)
+        output = self.sequences.mix(module, forward, arguments, named, with_cache, multiple=1)
         self._states.append(
             {
-                number: {name: state[place].clone() for name, state in carried.states().items()}
-                for number, (carried, place) in kept.items()
+                number: {name: state[row].clone() for name, state in carried.states().items()}
+                for number, (carried, row) in kept.items()
             }
         )
-        return found
+        return output
 
     def row_lengths(self, positions: Tensor) -> Tensor:
         """Return lengths with each prompt's last token, which the first decode step computes."""
@@ -240,8 +240,8 @@ class MixerCache(Cache):
 
     def states(self) -> dict[str, Tensor]:
         layer = self.layer
-        found = {"convolution": layer.conv_states[0], "recurrent": layer.recurrent_states[0], "linear": self._linear}
-        return {name: state for name, state in found.items() if state is not None}
+        by_name = {"convolution": layer.conv_states[0], "recurrent": layer.recurrent_states[0], "linear": self._linear}
+        return {name: state for name, state in by_name.items() if state is not None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

@@ -126,18 +126,18 @@ def modules_beside_text(model: Any) -> list[str]:
     """Return the names in `base_of` of the modules that no text reaches: towers for images and sound, their
     projections.
     """
-    whole, decoder = base_of(model), decoder_of(model)
-    if whole is model or whole is decoder or not any(getattr(whole, name, None) is decoder for name in TEXT):
+    base, decoder = base_of(model), decoder_of(model)
+    if base is model or base is decoder or not any(getattr(base, name, None) is decoder for name in TEXT):
         return []
-    return [name for name, module in whole.named_children() if module is not decoder]
+    return [name for name, module in base.named_children() if module is not decoder]
 
 
 def parts_beside_text(model: Any) -> list[nn.Parameter]:
     """Return the parameters that no text reaches."""
     if not modules_beside_text(model):
         return []
-    whole, text = base_of(model), set(map(id, decoder_of(model).parameters()))
-    return [parameter for parameter in whole.parameters() if id(parameter) not in text]
+    base, text = base_of(model), set(map(id, decoder_of(model).parameters()))
+    return [parameter for parameter in base.parameters() if id(parameter) not in text]
 
 
 def body_of(model: Any) -> Body:
@@ -145,7 +145,7 @@ def body_of(model: Any) -> Body:
     if special := BODIES.get(getattr(model.config, "model_type", "")):
         return special(model)
     decoder = decoder_of(model)
-    found: list[str | None] = []
+    part_names: list[str | None] = []
     for part, names in PARTS.items():
         name = next((n for n in names if isinstance(getattr(decoder, n, None), nn.Module)), None)
         if name is None and part != "norm":  # GPT-1 and TrOCR end without one
@@ -153,8 +153,8 @@ def body_of(model: Any) -> Body:
                 f"model: {type(decoder).__name__} has no {part} under a name that Braid knows; register it in "
                 "decoders.body.BODIES"
             )
-        found.append(name)
-    embedding, layers, norm = found
+        part_names.append(name)
+    embedding, layers, norm = part_names
     assert embedding is not None and layers is not None
     return Body(decoder, embedding, layers, norm)
 
@@ -165,8 +165,8 @@ def use_sdpa_beside_text(model: Any) -> None:
     for module in model.modules() if parts_beside_text(model) else ():
         config: Any = getattr(module, "config", None)
         # A setting of the whole model's configuration, which projections may have too, would reach the text part.
-        own = hasattr(config, "_attn_implementation") and config.get_text_config() is config
-        if own and id(module) not in text:
+        is_own = hasattr(config, "_attn_implementation") and config.get_text_config() is config
+        if is_own and id(module) not in text:
             config._attn_implementation = "sdpa"
 
 
@@ -187,12 +187,12 @@ def plan_of_model(model: Any) -> ForwardPlan:
     return plan
 
 
-def mixer_forward(self: Any, *given: Any, **named: Any) -> Any:
+def mixer_forward(self: Any, *arguments: Any, **named: Any) -> Any:
     """Run a mixer through the current attention context, if there is one."""
     context = attention.running.get()
     if context is None:
-        return self.plain_forward(*given, **named)
-    return context.mix(self, self.plain_forward, given, named)
+        return self.plain_forward(*arguments, **named)
+    return context.mix(self, self.plain_forward, arguments, named)
 
 
 def run_body(
@@ -212,7 +212,7 @@ def run_body(
     decoder = decoder_of(model)
     inputs = {"input_ids": input_ids, "inputs_embeds": hidden, "position_ids": position_ids, "use_cache": False}
     accepted = attention.parameters_of(type(decoder).forward)
-    given = {name: value for name, value in (inputs | options).items() if name in accepted}
+    arguments = {name: value for name, value in (inputs | options).items() if name in accepted}
     if hidden is not None and (received := getattr(model, RECEIVED, None)):
         received[0].hidden = hidden
 
@@ -222,11 +222,13 @@ def run_body(
                 f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not "
                 "support"
             )
-        mixed: Tensor = context.mix(decoder, lambda **named: decoder(**named).last_hidden_state, (), given, multiple=1)
+        mixed: Tensor = context.mix(
+            decoder, lambda **named: decoder(**named).last_hidden_state, (), arguments, multiple=1
+        )
         return mixed
     with attention.attending(context):
-        found: Tensor = decoder(**given).last_hidden_state
-    return found
+        states: Tensor = decoder(**arguments).last_hidden_state
+    return states
 
 
 @dataclass(frozen=True)
@@ -263,15 +265,15 @@ def disable_dropout(config: Any) -> list[str]:
     A router's jitter stays: PhiMoE computes with it also where nothing is random, and routers are never in training
     mode.
     """
-    found = []
+    random_settings = []
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and name.endswith("config"):
-            found += disable_dropout(value)
+            random_settings += disable_dropout(value)
         elif RANDOM.search(name) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
             if "jitter" not in name:
                 setattr(config, name, 0.0)
-            found.append(name)
-    return found
+            random_settings.append(name)
+    return random_settings
 
 
 def set_training(model: Any, training: bool) -> None:
@@ -287,8 +289,8 @@ def checkpoint_activations(model: Any) -> None:
     forward pass.
     """
 
-    def recomputed(layer: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        return checkpoint(copy_context().run, layer, *given, use_reentrant=False, **options)
+    def recomputed(layer: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return checkpoint(copy_context().run, layer, *arguments, use_reentrant=False, **options)
 
     try:
         model._set_gradient_checkpointing(True, recomputed)

@@ -57,25 +57,25 @@ class Cohorts:
 
     def hidden(self, current: Tensor, position: Tensor) -> Tensor:
         """Return the hidden states (B, D) of the tokens `current` (B,) at `position` (B,); idle slots are 0."""
-        found: Tensor | None = None
+        hidden: Tensor | None = None
         for cohort in self._cohorts:
             slots = torch.tensor(cohort.slots, device=current.device)
             states = self._forward(cohort, current[slots, None], position[slots, None])
-            if found is None:
-                found = states.new_zeros((len(current), states.shape[-1]))
-            found[slots] = states
-        assert found is not None, "a step has at least one row"
-        return found
+            if hidden is None:
+                hidden = states.new_zeros((len(current), states.shape[-1]))
+            hidden[slots] = states
+        assert hidden is not None, "a step has at least one row"
+        return hidden
 
     def end(self, slots: Iterable[int]) -> None:
         gone = set(slots)
         for cohort in self._cohorts:
-            kept = [place for place, slot in enumerate(cohort.slots) if slot not in gone]
+            kept = [row for row, slot in enumerate(cohort.slots) if slot not in gone]
             if 0 < len(kept) < len(cohort.slots):
                 rows = torch.tensor(kept + kept[:1] * (-len(kept) % ROWS), device=self._model.device)
                 if cohort.cache is not None:
                     cohort.cache.reorder_cache(rows)
-            cohort.slots = [cohort.slots[place] for place in kept]
+            cohort.slots = [cohort.slots[row] for row in kept]
         self._cohorts = [cohort for cohort in self._cohorts if cohort.slots]
 
     def move(self, source: int, target: int) -> None:

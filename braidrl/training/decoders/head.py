@@ -41,9 +41,9 @@ def head_of(model: Any) -> Head:
     """Return a causal model's head, measured once with a small probe in place of its output layer; works without
     weights.
     """
-    known: Head | None = getattr(model, HEAD, None)
-    if known is not None:
-        return known
+    cached: Head | None = getattr(model, HEAD, None)
+    if cached is not None:
+        return cached
     head = Head(is_own=True)
     output: Any = model.get_output_embeddings()
     if isinstance(output, nn.Linear) and getattr(output, "bias", None) is None:
@@ -107,8 +107,8 @@ def predicted_log_probs(
         # The model's own forward, one chunk at a time; the backward pass recomputes chunks.
         elements = CHUNK_BYTES // torch.promote_types(hidden.dtype, torch.float32).itemsize
         parts = chunks(len(hidden), model.config.get_text_config().vocab_size, elements) or [slice(0, 0)]
-        found = [checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False) for part in parts]
-        log_probs, entropies = zip(*found, strict=True)
+        outputs = [checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False) for part in parts]
+        log_probs, entropies = zip(*outputs, strict=True)
         return torch.cat(log_probs), torch.cat(entropies)
     # logits over temperature: scale · product / T, or cap · tanh(scale · product / cap) / T
     cap = None if head.cap is None else head.cap / temperature
@@ -151,5 +151,5 @@ class GivenStates:
         if name.startswith("__"):
             raise AttributeError(name)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.last_hidden_state if place == 0 else ()
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()

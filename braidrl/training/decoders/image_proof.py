@@ -103,10 +103,10 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
         for name in ("image_token_id", "video_token_id", "audio_token_id"):
             if getattr(config, name, None) is not None:
                 setattr(config, name, token if name == "image_token_id" else token + 1)
-    whole = base_of(model)
-    if not parts_beside_text(model) or not hasattr(whole, "get_image_features"):
+    base = base_of(model)
+    if not parts_beside_text(model) or not hasattr(base, "get_image_features"):
         raise ValueError("no vision tower beside a text part")
-    if "mm_encoder_outputs" not in parameters_of(type(whole).forward):
+    if "mm_encoder_outputs" not in parameters_of(type(base).forward):
         raise ValueError("its forward pass takes no encoded images")
     merge = int(getattr(getattr(twin.config, "vision_config", None), "spatial_merge_size", None) or 1)
     images = ModelImages(model, ProofVision(token, merge, mutual), float("inf"))  # type: ignore[arg-type]
@@ -119,48 +119,48 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
     rows, spans = list[Tensor](), list[list[ImageSpan]]()
     for names in SEEN:
         ids = torch.randint(2, vocabulary - 4, (5 + len(names),), generator=generator).tolist()
-        made: list[int] = ids[:2]
+        tokens: list[int] = ids[:2]
         placed: list[ImageSpan] = []
         for name, behind in zip(names, ids[5:], strict=True):
             count = PATCHES[name][0] * PATCHES[name][1]
-            placed.append(ImageSpan(name, len(made), count))
-            made += [*[token] * count, behind]
-        rows.append(torch.tensor([*made, *ids[2:5]]))
+            placed.append(ImageSpan(name, len(tokens), count))
+            tokens += [*[token] * count, behind]
+        rows.append(torch.tensor([*tokens, *ids[2:5]]))
         spans.append(placed)
     expected = [alone(twin, model, images, row, of_row) for row, of_row in zip(rows, spans, strict=True)]
     packed = packed_logits(model, images, rows, spans)
     decoded = [last_logits(model, images, row, of_row) for row, of_row in zip(rows, spans, strict=True)]
     differences = [
-        *((one - other).abs().max() for one, other in zip(packed, expected, strict=True)),
-        *((one - other[-1]).abs().max() for one, other in zip(decoded, expected, strict=True)),
+        *((a - b).abs().max() for a, b in zip(packed, expected, strict=True)),
+        *((a - b[-1]).abs().max() for a, b in zip(decoded, expected, strict=True)),
     ]
     return float(torch.stack(differences).max()), BOUND
 
 
 def configurations(*models: Any) -> list[Any]:
     """Return every configuration in models; parts of a model may have copies of their own."""
-    found = (getattr(module, "config", None) for model in models for module in model.modules())
-    return [config for config in found if config is not None]
+    every = (getattr(module, "config", None) for model in models for module in model.modules())
+    return [config for config in every if config is not None]
 
 
 def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
     """Return the log-probabilities (T, V) of one row by transformers' own forward pass."""
-    own = twin.untouched()
-    whole, types = base_of(own), torch.zeros_like(row)
+    untouched = twin.untouched()
+    base, types = base_of(untouched), torch.zeros_like(row)
     for span in spans:
         types[span.start : span.start + span.tokens] = 1
     kept = [images._kept[span.name] for span in spans]
     options: dict[str, Any] = {"mm_token_type_ids": types[None].int(), "token_type_ids": types[None]}
     if kept:
         options["image_grid_thw"] = torch.cat([images.vision.grid(span.name) for span in spans])
-    accepted = parameters_of(type(whole).forward)
+    accepted = parameters_of(type(base).forward)
     options = {name: value for name, value in options.items() if name in accepted}
     errors: list[Exception] = []
     for form in FORMS if kept else FORMS[:1]:
         if kept:
             options["mm_encoder_outputs"] = {"image": encoder_output(kept, form)}
         try:
-            hidden = whole(input_ids=row[None], use_cache=False, **options).last_hidden_state
+            hidden = base(input_ids=row[None], use_cache=False, **options).last_hidden_state
             return logits_of(model, hidden[0]).float().log_softmax(-1)
         except FAILURES as error:
             errors.append(error)
@@ -212,13 +212,13 @@ def sight(config: Any) -> Sight:
             with quietly(), torch.enable_grad():
                 twin = Twin(config, device=proof_device())
                 plan, _ = best_plan(twin)
-                found, mutual = seeing_finding(twin, plan)
+                finding, mutual = seeing_finding(twin, plan)
         except Refusal as refusal:
             return asdict(Sight(str(refusal)))
         except FAILURES as error:
             return asdict(Sight(f"a tiny model of its structure cannot be loaded: {first_line(error)}"))
-        if found.holds:
+        if finding.holds:
             return asdict(Sight("", mutual))
-        return asdict(Sight(found.note or f"log-probs of rows with images differ by {found.value:.1g}"))
+        return asdict(Sight(finding.note or f"log-probs of rows with images differ by {finding.value:.1g}"))
 
     return Sight(**remembered(config, "images", measured))

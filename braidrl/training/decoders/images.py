@@ -48,7 +48,7 @@ replacing: ContextVar[Replacement | None] = ContextVar("replacing", default=None
 """The replacement of the current forward pass."""
 
 
-def replace_embeddings(module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
+def replace_embeddings(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
     """Put the embeddings of images into the output of an embedding layer: a forward hook."""
     current = replacing.get()
     if current is None:
@@ -73,11 +73,11 @@ class Placed:
 
 def images_of(model: Any, vision: Vision, kept_mib: float, tower_changes: bool) -> "ModelImages":
     """Return a model's images, made once: a trainer and an engine that share the model share them too."""
-    known: ModelImages | None = getattr(model, SEEN, None)
-    if known is None:
-        known = ModelImages(model, vision, kept_mib * 2**20, tower_changes)
-        setattr(model, SEEN, known)
-    return known
+    images: ModelImages | None = getattr(model, SEEN, None)
+    if images is None:
+        images = ModelImages(model, vision, kept_mib * 2**20, tower_changes)
+        setattr(model, SEEN, images)
+    return images
 
 
 @dataclass(eq=False)
@@ -144,8 +144,8 @@ class ModelImages:
 
         `spans` are counted from its first token.
         """
-        whole = base_of(self.model)
-        if not hasattr(whole, "get_rope_index"):
+        base = base_of(self.model)
+        if not hasattr(base, "get_rope_index"):
             return torch.arange(len(ids))
         if not spans:
             return torch.arange(len(ids))[:, None].expand(-1, 3)
@@ -156,8 +156,8 @@ class ModelImages:
         source = torch.cat([first, *(pad(part, (1, 0), value=-1) for part in others)])
         kept = source >= 0
         types = (mask[source] & kept)[None].int()
-        found, _ = whole.get_rope_index(ids[source][None], mm_token_type_ids=types, image_grid_thw=grids)
-        return (found[:, 0].T - (~kept).cumsum(0)[:, None])[kept].contiguous()
+        counted, _ = base.get_rope_index(ids[source][None], mm_token_type_ids=types, image_grid_thw=grids)
+        return (counted[:, 0].T - (~kept).cumsum(0)[:, None])[kept].contiguous()
 
     def encoded(self, names: Sequence[str]) -> list[Tensor]:
         """Return the embeddings (E, D) of images, in order, and those that the model adds after its first layers."""
@@ -187,14 +187,14 @@ class ModelImages:
 
     def encode(self, name: str) -> list[Tensor]:
         """Run the vision tower on one image; return its embeddings (T, D), and those for later layers."""
-        whole = base_of(self.model)
-        accepted = parameters_of(type(whole).get_image_features)
-        given = self.vision.pixels(name)
-        pixels = {key: value.to(self.model.device) for key, value in given.items() if key in accepted}
+        base = base_of(self.model)
+        accepted = parameters_of(type(base).get_image_features)
+        inputs = self.vision.pixels(name)
+        pixels = {key: value.to(self.model.device) for key, value in inputs.items() if key in accepted}
         for key, value in pixels.items():
             if value.is_floating_point():
                 pixels[key] = value.to(self.model.dtype)
-        output = whole.get_image_features(**pixels)
+        output = base.get_image_features(**pixels)
         pooled, later = output.pooler_output, getattr(output, "deepstack_features", None) or []
         return [joined(pooled), *map(joined, later)]
 
@@ -233,10 +233,10 @@ class ModelImages:
             rows = pad(placed.rows, (0, filler)).to(ids.device)
             axes = placed.positions if placed.positions.dim() == 2 else placed.positions[:, None]
             of_filler = positions[0, begin:, None].cpu().expand(-1, axes.shape[1])
-            whole = torch.cat([axes, of_filler]).T[:, None].to(ids.device)
+            all_axes = torch.cat([axes, of_filler]).T[:, None].to(ids.device)
             with self.seeing(rows, placed.names) as options:
                 return run_body(
-                    model, self.text_ids(ids, rows), whole if len(whole) > 1 else whole[0], context, **options
+                    model, self.text_ids(ids, rows), all_axes if len(all_axes) > 1 else all_axes[0], context, **options
                 )
 
         return PromptImages(run, placed.blocks)

@@ -111,10 +111,10 @@ class Finding:
     note: str = ""
 
     @staticmethod
-    def of(name: str, measure: Callable[..., tuple[float, float]], *given: Any) -> "Finding":
+    def of(name: str, measure: Callable[..., tuple[float, float]], *arguments: Any) -> "Finding":
         """Call `measure`, which returns a value and its bound; an error counts as a property that does not hold."""
         try:
-            return Finding(name, *measure(*given))
+            return Finding(name, *measure(*arguments))
         except FAILURES as error:
             return Finding(name, float("inf"), BOUND, first_line(error))
 
@@ -171,9 +171,9 @@ class Twin:
         for row, weights in zip(self.rows, self.weights, strict=True):
             model = self.untouched()
             logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
-            found = logits.float().log_softmax(-1).gather(-1, row[1:, None])[:, 0]
-            (found * weights).sum().backward()
-            log_probs.append(found.detach())
+            of_tokens = logits.float().log_softmax(-1).gather(-1, row[1:, None])[:, 0]
+            (of_tokens * weights).sum().backward()
+            log_probs.append(of_tokens.detach())
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     gradients[name] = gradients.get(name, 0) + parameter.grad
@@ -191,11 +191,11 @@ class Twin:
             logits = [exact(input_ids=row[None], use_cache=False).logits[0, :-1] for row in self.rows]
         except FAILURES:  # kernels without float64
             return BOUND
-        found = [
+        in_float64 = [
             scores.log_softmax(-1).gather(-1, row[1:, None])[:, 0]
             for scores, row in zip(logits, self.rows, strict=True)
         ]
-        rounding = distance([each.double() for each in self.alone[0]], found)
+        rounding = distance([each.double() for each in self.alone[0]], in_float64)
         return max(BOUND, min(ROUNDINGS * rounding, MOST_ROUNDING))
 
     def untouched(self) -> Any:
@@ -239,9 +239,11 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
     packed = packed_log_probs(model, twin.rows)
     sum((p * w).sum() for p, w in zip(packed, twin.weights, strict=True)).backward()  # type: ignore[union-attr]
     packed = [each.detach() for each in packed]
-    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    packed_gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = torch.cat([g.flatten() for g in gradients.values()]).norm()
-    differing = sum((own[n] - g if n in own else g).square().sum() for n, g in gradients.items())
+    differing = sum(
+        (packed_gradients[n] - g if n in packed_gradients else g).square().sum() for n, g in gradients.items()
+    )
     with torch.no_grad():
         turned = packed_log_probs(model, twin.rows[::-1])[::-1]
         short = packed_log_probs(model, [torch.cat([twin.rows[1][:9], twin.rows[5][9:]]), twin.rows[0]])
@@ -349,14 +351,14 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
     """
     set_training(model, False)
     packed, alone = _calls(model, [twin.rows]), _calls(model, [[row] for row in twin.rows])
-    for (name, given, theirs), (packed_name, also, ours) in zip(alone, packed, strict=False):
-        if name != packed_name or theirs.shape != ours.shape or given.shape != also.shape:
+    for (name, inputs, theirs), (packed_name, packed_inputs, ours) in zip(alone, packed, strict=False):
+        if name != packed_name or theirs.shape != ours.shape or inputs.shape != packed_inputs.shape:
             continue
         if type(model.get_submodule(name)).__module__.startswith("torch."):
             continue
         output_differs, inputs_differ = (
             a.numel() > 0 and float((b - a).abs().max()) > 1e-3 * float(a.abs().max() + 1e-6)
-            for a, b in ((theirs, ours), (given, also))
+            for a, b in ((theirs, ours), (inputs, packed_inputs))
         )
         if output_differs and not inputs_differ:
             around = [name.rsplit(".", up)[0] for up in range(name.count(".") + 1)]
@@ -372,9 +374,9 @@ def _calls(model: Any, batches: Sequence[Sequence[Tensor]]) -> list[tuple[str, T
     names = {module: name for name, module in model.named_modules()}
     calls: list[list[tuple[str, Tensor, Tensor]]] = []
 
-    def keep(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def keep(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
-        values = (first, *given, *named.values())
+        values = (first, *arguments, *named.values())
         hold = [isinstance(v, Tensor) and v.dim() >= 3 and v.shape[:2] == (1, tokens) for v in values]
         if hold[0]:
             states = [v[0].reshape(tokens, -1).float() for v, holds in zip(values[1:], hold[1:], strict=True) if holds]
@@ -465,12 +467,14 @@ def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> Forwa
         why = "" if decoding.holds else decoding.note or f"log-probs differ by {decoding.value:.1g}"
         return {"mixers": plan.mixers, "by_rows": plan.by_rows, "decoding": why}
 
-    found = remembered(config, "decoder", measured)
-    if "refused" in found:
-        raise UserError(f"model: {folder}, {config.model_type}, is not proven to train correctly: {found['refused']}")
-    if decodes and (why := found["decoding"]):
+    measurement = remembered(config, "decoder", measured)
+    if "refused" in measurement:
+        raise UserError(
+            f"model: {folder}, {config.model_type}, is not proven to train correctly: {measurement['refused']}"
+        )
+    if decodes and (why := measurement["decoding"]):
         raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")
-    return ForwardPlan(tuple(found["mixers"]), found["by_rows"])
+    return ForwardPlan(tuple(measurement["mixers"]), measurement["by_rows"])
 
 
 def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -482,26 +486,28 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
     key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if key not in KNOWN:
         path = cache_folder() / f"{key}.json"
-        known = kept_measurement(path)
-        if known is None:
-            known = measure()
+        measurement = kept_measurement(path)
+        if measurement is None:
+            measurement = measure()
             # Several processes may prove a model at once.
             with whole_file(path) as unfinished:
-                unfinished.write_text(json.dumps(known))
-        KNOWN[key] = known
+                unfinished.write_text(json.dumps(measurement))
+        KNOWN[key] = measurement
     return KNOWN[key]
 
 
 def kept_measurement(path: Path) -> dict[str, Any] | None:
     """Return what a file of the cache holds; None if that is no measurement, which is then made again."""
     try:
-        known = parse_json(path.read_bytes(), MEASUREMENT_BYTES, finite=False)
+        content = parse_json(path.read_bytes(), MEASUREMENT_BYTES, finite=False)
     except (OSError, ValueError):
         return None
     for fields in MEASURED:
-        if isinstance(known, dict) and known.keys() == fields.keys():
-            fitting = all(isinstance(known[name], kind) and known[name] == known[name] for name, kind in fields.items())
-            return known if fitting and all(isinstance(part, str) for part in known.get("mixers", ())) else None
+        if isinstance(content, dict) and content.keys() == fields.keys():
+            fitting = all(
+                isinstance(content[name], kind) and content[name] == content[name] for name, kind in fields.items()
+            )
+            return content if fitting and all(isinstance(part, str) for part in content.get("mixers", ())) else None
     return None
 
 

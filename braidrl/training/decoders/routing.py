@@ -80,11 +80,11 @@ class Routing:
 
     def of_all_tokens(self, by_layer: Mapping[int, Tensor]) -> Tensor:
         """Return what was recorded of each layer as one tensor, (N, L, ...); all tensor ranks call this together."""
-        own = torch.stack([self.share(by_layer[layer]) for layer in sorted(by_layer)], 1)
+        local = torch.stack([self.share(by_layer[layer]) for layer in sorted(by_layer)], 1)
         if self.mesh is None:
-            return own
+            return local
         return (
-            DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
+            DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False)
             .redistribute(placements=[Replicate()])
             .to_local()
         )
@@ -112,35 +112,35 @@ class RoutedSelection(TorchFunctionMode):
         self.routing, self.layer, self.experts = routing, layer, experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if self.routing.keeps_logits and isinstance(found, Tensor) and found.shape[-1:] == (self.experts,):
+        result = func(*args, **(kwargs or {}))
+        if self.routing.keeps_logits and isinstance(result, Tensor) and result.shape[-1:] == (self.experts,):
             if func is torch.nn.functional.linear:
-                self.routing.logits.setdefault(self.layer, found.reshape(-1, self.experts))
+                self.routing.logits.setdefault(self.layer, result.reshape(-1, self.experts))
             self.routing.is_sigmoid |= func in (torch.sigmoid, Tensor.sigmoid)
         # Other calls of `topk` select groups of experts.
         if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self.experts:
-            return found
-        routing, scores, chosen = self.routing, args[0], found.indices
+            return result
+        routing, scores, chosen = self.routing, args[0], result.indices
         if routing.given is not None and routing.is_given is not None:
-            given = routing.share(routing.given[:, self.layer], len(scores)).to(chosen.dtype)
+            replayed = routing.share(routing.given[:, self.layer], len(scores)).to(chosen.dtype)
             is_given = routing.share(routing.is_given, len(scores))[:, None]
             if routing.keeps_logits:
-                missing = (given[:, :, None] != chosen[:, None, :]).all(-1) & is_given
+                missing = (replayed[:, :, None] != chosen[:, None, :]).all(-1) & is_given
                 routing.changed[self.layer] = missing.to(scores.dtype).mean(-1)
-            chosen = torch.where(is_given, given, chosen)
-            found = torch.return_types.topk((scores.gather(-1, chosen), chosen))
+            chosen = torch.where(is_given, replayed, chosen)
+            result = torch.return_types.topk((scores.gather(-1, chosen), chosen))
         routing.chosen[self.layer] = chosen
-        return found
+        return result
 
 
-def router_forward(self: Any, *given: Any, **named: Any) -> Any:
+def router_forward(self: Any, *arguments: Any, **named: Any) -> Any:
     """Run a router, in the current routing if there is one."""
     routing = current.get()
     if routing is None:
-        return self.plain_forward(*given, **named)
+        return self.plain_forward(*arguments, **named)
     layer, experts = getattr(self, LAYER)
     with RoutedSelection(routing, layer, experts):
-        return self.plain_forward(*given, **named)
+        return self.plain_forward(*arguments, **named)
 
 
 def use_routing(model: Any) -> int:
@@ -166,8 +166,8 @@ def number_routers(model: Any) -> int:
 
     A model that is numbered already, and may have lost layers to other pipeline ranks, stays as it is.
     """
-    if (known := getattr(model, ROUTERS, None)) is not None:
-        return int(known)
+    if (numbered := getattr(model, ROUTERS, None)) is not None:
+        return int(numbered)
     experts = experts_of(model)
     routers = [
         module

@@ -140,8 +140,8 @@ def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     text, small = settings.get("text_config"), shrunk.get("text_config")
     if isinstance(text, dict) and isinstance(small, dict):
         # What a tower returns has the width of the text part, where it has so in the original.
-        for part, given in ((shrunk[name], value) for name, value in settings.items() if name in shrunk):
-            for key, value in given.items() if isinstance(given, dict) and part is not small else ():
+        for part, original in ((shrunk[name], value) for name, value in settings.items() if name in shrunk):
+            for key, value in original.items() if isinstance(original, dict) and part is not small else ():
                 if str(key).endswith("_hidden_size") and value == text.get("hidden_size"):
                     part[key] = small["hidden_size"]
     return type(config)(**shrunk)
@@ -199,7 +199,7 @@ def _token_ids(settings: dict[str, Any]) -> dict[int, int]:
 def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -> dict[str, Any]:
     """Return the settings that are specific to a model type, made small; `tokens` are the ids of special tokens."""
     common = PreTrainedConfig().to_dict()
-    given = {
+    specific = {
         name: value
         for name, value in settings.items()
         if not (name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]))
@@ -208,10 +208,10 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
         name: _shrunk(value, head_width, tokens) | {key: value[key] for key in ("model_type",) if key in value}
         if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")
         else value
-        for name, value in given.items()
+        for name, value in specific.items()
     }
     sizes = _Sizes.of(shrunk, head_width)
-    for name, value in given.items():
+    for name, value in specific.items():
         if is_token(name) and not KEPT.search(name) and value is not None:
             several = [tokens.get(each, each) for each in (value if isinstance(value, list) else [value])]
             shrunk[name] = several if isinstance(value, list) else several[0]
@@ -230,7 +230,7 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
         elif name == "compress_rates" and value:
             shrunk[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
     for rule in (_attention, _recurrence, _experts, _layers, _positions):
-        rule(shrunk, given, sizes)
+        rule(shrunk, specific, sizes)
     return shrunk
 
 
@@ -289,111 +289,111 @@ class _Sizes(NamedTuple):
         return max(8, min(4 * self.small, -(-value * self.small // self.original // 8) * 8))
 
 
-def _attention(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    if isinstance(given.get("attention_hidden_size"), int):
-        ratio = max(1, given["attention_hidden_size"] // sizes.original)
+def _attention(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
+    if isinstance(settings.get("attention_hidden_size"), int):
+        ratio = max(1, settings["attention_hidden_size"] // sizes.original)
         shrunk["attention_hidden_size"] = ratio * sizes.small
-        if isinstance(given.get("attention_head_dim"), int):
+        if isinstance(settings.get("attention_head_dim"), int):
             shrunk["attention_head_dim"] = ratio * sizes.small // sizes.heads
-    if isinstance(given.get("qk_rope_head_dim"), int):
+    if isinstance(settings.get("qk_rope_head_dim"), int):
         # Latent attention, with the widths that vLLM's kernels take where wider heads are asked for.
-        rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
+        rope, rank, plain, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
         shrunk |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
-        for name, small in (("qk_nope_head_dim", own), ("v_head_dim", value), ("q_lora_rank", 24)):
-            if isinstance(given.get(name), int):
+        for name, small in (("qk_nope_head_dim", plain), ("v_head_dim", value), ("q_lora_rank", 24)):
+            if isinstance(settings.get(name), int):
                 shrunk[name] = small
-        if isinstance(given.get("head_dim"), int):
-            shrunk["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
+        if isinstance(settings.get("head_dim"), int):
+            shrunk["head_dim"] = rope if settings["head_dim"] == settings["qk_rope_head_dim"] else sizes.head_width
         shrunk.pop("qk_head_dim", None)
 
 
-def _recurrence(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    inner = int(given.get("mamba_expand", given.get("expand", 2)) * sizes.small)
+def _recurrence(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
+    inner = int(settings.get("mamba_expand", settings.get("expand", 2)) * sizes.small)
     for heads, width in (
         ("mamba_n_heads", "mamba_d_head"),
         ("mamba_num_heads", "mamba_head_dim"),
         ("n_mamba_heads", "mamba_headdim"),
     ):
-        if isinstance(given.get(heads), int):
-            shrunk[heads] = min(given[heads], 4)
-            if isinstance(given.get(width), int):
+        if isinstance(settings.get(heads), int):
+            shrunk[heads] = min(settings[heads], 4)
+            if isinstance(settings.get(width), int):
                 shrunk[width] = inner // shrunk[heads]
-    if given.get("mamba_d_ssm"):
+    if settings.get("mamba_d_ssm"):
         shrunk["mamba_d_ssm"] = inner
-    if "state_size" in given and "num_heads" in given:
+    if "state_size" in settings and "num_heads" in settings:
         shrunk |= {"num_heads": 4, "head_dim": inner // 4}
-    if isinstance(given.get("linear_num_value_heads"), int):
-        keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
+    if isinstance(settings.get("linear_num_value_heads"), int):
+        keys, values = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
         shrunk |= {
             "linear_num_key_heads": min(keys, 2),
             "linear_num_value_heads": min(keys, 2) * max(1, values // keys),
         }
-        width = max(8, sizes.head_width * given["linear_value_head_dim"] // given["linear_key_head_dim"])
+        width = max(8, sizes.head_width * settings["linear_value_head_dim"] // settings["linear_key_head_dim"])
         shrunk |= {"linear_key_head_dim": sizes.head_width, "linear_value_head_dim": width}
 
 
-def _experts(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    if given.get("enable_moe_block") is False:
+def _experts(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
+    if settings.get("enable_moe_block") is False:
         return
-    total = next((given[n] for n in EXPERTS if isinstance(given.get(n), int)), 0)
+    total = next((settings[n] for n in EXPERTS if isinstance(settings.get(n), int)), 0)
     few = 16 if total > 4096 else min(total, 8)
     for name in EXPERTS:
-        if isinstance(given.get(name), int):
+        if isinstance(settings.get(name), int):
             shrunk[name] = few
-        elif name in given and given[name] is None and not given.get("first_k_dense_replace"):
+        elif name in settings and settings[name] is None and not settings.get("first_k_dense_replace"):
             shrunk[name] = few = 4
     for name in CHOSEN:
-        if name in given and given[name] is None:
+        if name in settings and settings[name] is None:
             shrunk[name] = 2
-        if isinstance(given.get(name), int):
-            shrunk[name] = max(1, min(given[name], 3 if few >= 8 else 2, few))
-    if isinstance(given.get("n_group"), int) and given["n_group"] > 1:
-        groups = min(given["n_group"], 4)
-        shrunk |= {"n_group": groups, "topk_group": max(1, given["topk_group"] * groups // given["n_group"])}
+        if isinstance(settings.get(name), int):
+            shrunk[name] = max(1, min(settings[name], 3 if few >= 8 else 2, few))
+    if isinstance(settings.get("n_group"), int) and settings["n_group"] > 1:
+        groups = min(settings["n_group"], 4)
+        shrunk |= {"n_group": groups, "topk_group": max(1, settings["topk_group"] * groups // settings["n_group"])}
 
 
-def _layers(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    name = next((n for n in LAYERS if isinstance(given.get(n), int)), None)
+def _layers(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
+    name = next((n for n in LAYERS if isinstance(settings.get(n), int)), None)
     if name is None:
         return
-    total = given[name]
+    total = settings[name]
     kinds = {
         key: value
-        for key, value in given.items()
+        for key, value in settings.items()
         if isinstance(value, list) and len(value) == total and total > 2 and key not in ("hybrid_layer_ids",)
     }
-    kept = _kept_layers(kinds, total, given)
+    kept = _kept_layers(kinds, total, settings)
     for key, value in kinds.items():
         shrunk[key] = [value[number] for number in kept]
-    if isinstance(given.get("per_layer_config"), dict):
+    if isinstance(settings.get("per_layer_config"), dict):
         shrunk["per_layer_config"] = {
             kept.index(int(number)): {
                 name: max(8, sizes.head_width * v // sizes.base) if name == "head_dim" else shrunk.get(name, v)
-                for name, v in own.items()
+                for name, v in overrides.items()
             }
-            for number, own in given["per_layer_config"].items()
+            for number, overrides in settings["per_layer_config"].items()
             if int(number) in kept
         }
-    if isinstance(given.get("hybrid_layer_ids"), list):
-        shrunk["hybrid_layer_ids"] = [kept.index(n) for n in given["hybrid_layer_ids"] if n in kept]
+    if isinstance(settings.get("hybrid_layer_ids"), list):
+        shrunk["hybrid_layer_ids"] = [kept.index(n) for n in settings["hybrid_layer_ids"] if n in kept]
     for key in LAYERS:
-        if isinstance(given.get(key), int) and given[key] == total:
+        if isinstance(settings.get(key), int) and settings[key] == total:
             shrunk[key] = len(kept)
-    for key, value in _numbered(given, total).items() if total > len(kept) else ():
+    for key, value in _numbered(settings, total).items() if total > len(kept) else ():
         shrunk[key] = [kept.index(number) for number in value if number in kept] or [len(kept) - 1]
-    if isinstance(given.get("moe_layer_end_index"), int):
+    if isinstance(settings.get("moe_layer_end_index"), int):
         shrunk["moe_layer_end_index"] = len(kept) - 1
-    if shared := given.get("num_kv_shared_layers"):
+    if shared := settings.get("num_kv_shared_layers"):
         shrunk["num_kv_shared_layers"] = sum(number >= total - shared for number in kept)
-    if isinstance(given.get("max_window_layers"), int):
-        shrunk["max_window_layers"] = min(given["max_window_layers"], len(kept) - 1)
+    if isinstance(settings.get("max_window_layers"), int):
+        shrunk["max_window_layers"] = min(settings["max_window_layers"], len(kept) - 1)
 
 
-def _numbered(given: dict[str, Any], total: int) -> dict[str, list[int]]:
+def _numbered(settings: dict[str, Any], total: int) -> dict[str, list[int]]:
     """Return the settings that list layers by their numbers."""
     return {
         key: value
-        for key, value in given.items()
+        for key, value in settings.items()
         if isinstance(value, list)
         and 0 < len(value) < total
         and all(isinstance(number, int) and 0 <= number < total for number in value)
@@ -402,22 +402,22 @@ def _numbered(given: dict[str, Any], total: int) -> dict[str, list[int]]:
     }
 
 
-def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any]) -> list[int]:
+def _kept_layers(kinds: dict[str, list[Any]], total: int, settings: dict[str, Any]) -> list[int]:
     """Return layer numbers with every combination of kinds, at least two."""
-    shared = given.get("num_kv_shared_layers") or 0
+    shared = settings.get("num_kv_shared_layers") or 0
     first: dict[str, int] = {}
     for number in range(total):
         combination = str([*(value[number] for value in kinds.values()), number >= total - shared])
         first.setdefault(combination, number)
     kept = sorted(first.values())[:MOST_LAYERS]
-    if isinstance(given.get("layers_block_type"), list) and "hybrid" in given["layers_block_type"]:
+    if isinstance(settings.get("layers_block_type"), list) and "hybrid" in settings["layers_block_type"]:
         # Zamba's hybrid layers share weights, which needs two of them
-        hybrids = [number for number, kind in enumerate(given["layers_block_type"]) if kind == "hybrid"]
+        hybrids = [number for number, kind in enumerate(settings["layers_block_type"]) if kind == "hybrid"]
         kept = sorted({*range(hybrids[0] + 2), *hybrids[:2]})
-    period = max([1, *(value for name, value in given.items() if PERIODS.search(name) and isinstance(value, int))])
+    period = max([1, *(value for name, value in settings.items() if PERIODS.search(name) and isinstance(value, int))])
     if not kinds or (period > 1 and len(kept) < 2):
         kept = list(range(min(total, max(2, min(period, MOST_LAYERS)))))
-        for value in _numbered(given, total).values():
+        for value in _numbered(settings, total).values():
             if not set(value) & set(kept):
                 # A listed layer, at the same place within a period.
                 stand_in = next(n for n in range(len(kept), total) if n % period == value[0] % period)
@@ -427,7 +427,7 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any])
     return kept
 
 
-def _positions(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+def _positions(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
     """Shorten per-frequency lists to the number of frequencies of the smaller heads."""
     width = shrunk.get("qk_rope_head_dim") or shrunk.get("head_dim") or sizes.small // sizes.heads
 
@@ -447,8 +447,8 @@ def _positions(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> 
 
     kinds, original = set[str](), None
     for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(given.get(key), dict):
-            shrunk[key] = shortened(given[key])
+        if isinstance(settings.get(key), dict):
+            shrunk[key] = shortened(settings[key])
             for rope in (shrunk[key], *(value for value in shrunk[key].values() if isinstance(value, dict))):
                 kinds.add(str(rope.get("rope_type", rope.get("type"))))
                 if kinds & LONG and isinstance(rope.get("original_max_position_embeddings"), int):
@@ -456,17 +456,17 @@ def _positions(shrunk: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> 
                         rope["original_max_position_embeddings"],
                         LENGTH,
                     )
-    most = given.get("max_position_embeddings")
+    most = settings.get("max_position_embeddings")
     if not isinstance(most, int):
         return
     if kinds & LONG:
         # Rows on both sides of the length; the ratio of both lengths scales the attention.
-        original = given.get("original_max_position_embeddings", original)
-        if isinstance(given.get("original_max_position_embeddings"), int):
+        original = settings.get("original_max_position_embeddings", original)
+        if isinstance(settings.get("original_max_position_embeddings"), int):
             shrunk["original_max_position_embeddings"] = LENGTH
         if original:
             shrunk["max_position_embeddings"] = max(LENGTH, most * LENGTH // original)
     elif "dynamic" in kinds:
         shrunk["max_position_embeddings"] = LENGTH
-    elif not given.get("rope_parameters"):
+    elif not settings.get("rope_parameters"):
         shrunk["max_position_embeddings"] = min(most, 512)

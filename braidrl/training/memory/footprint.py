@@ -167,7 +167,9 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                         copied += (product.lora_B if style in ROWS else product.lora_A)[NAME].weight.numel()
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
-        every, tower = (sum(p.numel() for p in found) for found in (model.parameters(), parts_beside_text(model)))
+        every, tower = (
+            sum(p.numel() for p in parameters) for parameters in (model.parameters(), parts_beside_text(model))
+        )
         # Some layers of some mixtures are dense.
         by_layer = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
         each = sum(by_layer) // len(layers)
@@ -409,12 +411,12 @@ def divide_tokens(model: Any, ranks: int) -> None:
     all others'.
     """
 
-    def own(states: Tensor) -> Tensor:
+    def shard(states: Tensor) -> Tensor:
         return states[:, : states.shape[1] // ranks].clone()
 
-    def whole(_: nn.Module, __: Any, found: Any) -> Any:
-        found["last_hidden_state"] = found.last_hidden_state.repeat(1, ranks, 1)
-        return found
+    def repeat_states(_: nn.Module, __: Any, output: Any) -> Any:
+        output["last_hidden_state"] = output.last_hidden_state.repeat(1, ranks, 1)
+        return output
 
     body, plan = body_of(model), plan_of(model)
     scattering = [body.embedding]
@@ -422,11 +424,11 @@ def divide_tokens(model: Any, ranks: int) -> None:
         for block in blocks_of(layer, plan, plan_of_model(model).mixers):
             for name, scatter in block.gathers.items():
                 module = layer.get_submodule(name)
-                gather_tokens(module, lambda states: states.repeat(1, ranks, 1), own if scatter else None)
+                gather_tokens(module, lambda states: states.repeat(1, ranks, 1), shard if scatter else None)
             scattering += [layer.get_submodule(name) for name, style in block.products.items() if style in ROWS]
     for module in scattering:
-        module.register_forward_hook(lambda _, __, states: own(states))
-    body.decoder.register_forward_hook(whole)
+        module.register_forward_hook(lambda _, __, states: shard(states))
+    body.decoder.register_forward_hook(repeat_states)
 
 
 class FusedAttention(AttentionContext):

@@ -81,7 +81,7 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def transfer(storage: UntypedStorage, file: IO[bytes], place: int, write: bool) -> None:
+def transfer(storage: UntypedStorage, file: IO[bytes], offset: int, write: bool) -> None:
     """Write a storage's bytes to an offset in a file, or read them from there.
 
     Raises OSError if the file ends early.
@@ -89,7 +89,7 @@ def transfer(storage: UntypedStorage, file: IO[bytes], place: int, write: bool) 
     view = memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
     done = 0
     while done < len(view):
-        rest, at = view[done:], place + done
+        rest, at = view[done:], offset + done
         count = os.pwrite(file.fileno(), rest, at) if write else os.preadv(file.fileno(), [rest], at)
         if not count:
             raise OSError(f"{len(rest)} bytes of offloaded weights are missing")

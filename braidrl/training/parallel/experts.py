@@ -41,14 +41,14 @@ def experts_of(layer: nn.Module) -> list[Any]:
 
 def own_experts(model: nn.Module, rank: int, ranks: int) -> dict[str, Box]:
     """Return the block of each stack of experts that one of `ranks` holds, by the stack's name."""
-    names, found = {id(p): name for name, p in model.named_parameters()}, {}
+    names, blocks = {id(p): name for name, p in model.named_parameters()}, {}
     for module in experts_of(model):
         check_experts(module.num_experts, ranks)
         start, count = chunk(module.num_experts, rank, ranks)
         for parameter in module.parameters(recurse=False):
             if len(parameter) == module.num_experts:
-                found[names[id(parameter)]] = Box.whole(parameter.shape).along(0, start, start + count)
-    return found
+                blocks[names[id(parameter)]] = Box.whole(parameter.shape).along(0, start, start + count)
+    return blocks
 
 
 def is_of_experts(parameter: Tensor) -> bool:
@@ -84,11 +84,11 @@ def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[Any]:
         start, count = chunk(module.num_experts, mesh.get_local_rank(), mesh.size())
         for holder, name, parameter in stacked_parameters(module):
             if len(parameter) in (module.num_experts, count):
-                own = parameter.detach()
-                if len(own) != count:  # a model that was read in full
-                    own = own[start : start + count].clone(memory_format=torch.contiguous_format)
-                whole = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
-                setattr(holder, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+                local = parameter.detach()
+                if len(local) != count:  # a model that was read in full
+                    local = local[start : start + count].clone(memory_format=torch.contiguous_format)
+                sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+                setattr(holder, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         module.forward = Dispatch(module, mesh.get_group())
     return modules
 
@@ -144,5 +144,5 @@ class Dispatch:
             # backward pass.
             rows, numbers = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]), numbers.new_zeros(1)
         forward = ALL_EXPERTS_FUNCTIONS[EXPERTS]
-        found: Tensor = forward(self.experts, rows, numbers[:, None], rows.new_ones((len(rows), 1)))
-        return found[:received]
+        outputs: Tensor = forward(self.experts, rows, numbers[:, None], rows.new_ones((len(rows), 1)))
+        return outputs[:received]

@@ -230,12 +230,12 @@ class DataParallel(Ranks):
                 yield names, materialize(tensor)
             return
         group = self.pipeline.group
-        own: list[tuple[list[str], Any]] = by_tensor(named)
-        about = [(names, list(each.shape), str(each.dtype).removeprefix("torch.")) for names, each in own]
+        local: list[tuple[list[str], Any]] = by_tensor(named)
+        about = [(names, list(each.shape), str(each.dtype).removeprefix("torch.")) for names, each in local]
         for rank, described in enumerate(Ranks(group).all_gather("tensors", about)):
             for number, (names, shape, dtype) in enumerate(described):
                 if rank == group.rank():
-                    sent = materialize(own[number][1])
+                    sent = materialize(local[number][1])
                 else:
                     sent = torch.empty(shape, dtype=getattr(torch, dtype), device=self.pipeline.device)
                 dist.broadcast(sent, group_src=rank, group=group)
@@ -253,11 +253,11 @@ class DataParallel(Ranks):
                 if self.expert_mesh is not None:
                     copies = self.expert_mesh[COPIES].get_group()
                     sum_in_buckets([tensor for tensor, of_experts in placed if of_experts], copies)
-            for known, group in (
+            for members, group in (
                 (self.partial_gradients, self.mesh["tensor"].get_group() if self.mesh is not None else None),
                 (self.tied_embedding, self.pipeline.embedding_group if self.pipeline is not None else None),
             ):
-                numbers = {id(parameter) for parameter in known}
+                numbers = {id(parameter) for parameter in members}
                 shared = [t for t, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
                 if shared:
                     sum_in_buckets(shared, group)

@@ -71,10 +71,10 @@ class Pipeline:
 
         for numbers in runs(len(micro_batches), size):
             longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
-            own = -(-longest // self.divisor)
+            tokens_of_rank = -(-longest // self.divisor)
             message = torch.empty(
                 1,
-                own,
+                tokens_of_rank,
                 model.config.get_text_config().hidden_size,
                 dtype=model.dtype,
                 device="meta",
@@ -85,7 +85,7 @@ class Pipeline:
             # The module that torch's schedule calls with a micro-batch's number and the previous pipeline rank's
             # output.
             module: Any = nn.Module()
-            module.forward = partial(forward, own * self.divisor)
+            module.forward = partial(forward, tokens_of_rank * self.divisor)
             pipeline_stage = PipelineStage(
                 module,
                 rank,

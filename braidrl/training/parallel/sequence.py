@@ -96,10 +96,10 @@ class ShardedAttention(AttentionContext):
                 oldest = start if scores.window is None else max(start, low - scores.window + 1)
                 newest = high if self.sequences.blocks is None else start + length
                 block = partial(self._attend_to_block, scores, start, low, oldest)
-                given = queries[low - first : high - first], keys[oldest:newest], values[oldest:newest]
+                visible = queries[low - first : high - first], keys[oldest:newest], values[oldest:newest]
                 # The masks of long rows would take the memory of all pairs of tokens until the backward pass.
                 is_long = torch.is_grad_enabled() and newest - oldest > LONG
-                outputs.append(checkpoint(block, *given, use_reentrant=False) if is_long else block(*given))
+                outputs.append(checkpoint(block, *visible, use_reentrant=False) if is_long else block(*visible))
             start += length
         return torch.cat(outputs)[None]
 
@@ -117,30 +117,30 @@ class ShardedAttention(AttentionContext):
         every = self.sequences.row_lengths(positions)
         return every.chunk(self.groups.tokens.size(), -1)[self.groups.tokens.rank()]
 
-    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def mix(self, module: nn.Module, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
-        own, order, places, sent, arriving = self._exchange
+        sequences, order, places, sent, arriving = self._exchange
         received = sum(arriving)
 
         def arrived(leaf: Any) -> Any:
-            place = token_dimension(leaf, len(order))
-            if place is None:
+            dimension = token_dimension(leaf, len(order))
+            if dimension is None:
                 return leaf
-            flat = GatheredRows.apply(leaf.squeeze(place - 1).movedim(place - 1, 0), order, places)
+            flat = GatheredRows.apply(leaf.squeeze(dimension - 1).movedim(dimension - 1, 0), order, places)
             flat = AllToAll.apply(flat, sent, arriving, self.groups.tokens)
             if not received:
                 # a rank without a sequence runs a filler token, so that its parameters have gradients
                 flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))])
-            return flat.movedim(0, place - 1).unsqueeze(place - 1)
+            return flat.movedim(0, dimension - 1).unsqueeze(dimension - 1)
 
         def returned(leaf: Any) -> Any:
-            if token_dimension(leaf, sum(own.lengths)) != 1:
+            if token_dimension(leaf, sum(sequences.lengths)) != 1:
                 return leaf
             flat = AllToAll.apply(leaf[0, :received], arriving, sent, self.groups.tokens)
             return GatheredRows.apply(flat, places, order)[None]
 
-        found = own.mix(module, forward, tree_map(arrived, given), tree_map(arrived, named))
-        return tree_map(returned, found)
+        outputs = sequences.mix(module, forward, tree_map(arrived, arguments), tree_map(arrived, named))
+        return tree_map(returned, outputs)
 
     @cached_property
     def _exchange(self) -> tuple[PackedSequences, Tensor, Tensor, list[int], list[int]]:
@@ -183,12 +183,12 @@ def predict_own_tokens(
     # `hidden` is already local.
     count = len(packed.input_ids) // group.size()
     first = group.rank() * count
-    own = torch.arange(first, first + count, device=packed.input_ids.device)
-    local = replace(packed.select(own), context=ShardedAttention(packed.attention(), groups))
-    found = predict(local, *objective)
+    local_positions = torch.arange(first, first + count, device=packed.input_ids.device)
+    local = replace(packed.select(local_positions), context=ShardedAttention(packed.attention(), groups))
+    predicted = predict(local, *objective)
     every = torch.arange(len(packed.input_ids), device=packed.input_ids.device)
     of_name = {"scores": packed.row_ends, ROUTED_EXPERTS: every}
-    for name, values in found.items():
+    for name, values in predicted.items():
         if name == HIDDEN:
             continue
         # Ranks have different numbers of predictions.
@@ -200,8 +200,8 @@ def predict_own_tokens(
             dist.all_gather(parts, padded, group=group)
         parts = [part[:number] for part, number in zip(parts, counts, strict=True)]
         parts[group.rank()] = values  # with its gradient
-        found[name] = torch.cat(parts)
-    return found
+        predicted[name] = torch.cat(parts)
+    return predicted
 
 
 class AllToAll(torch.autograd.Function):
@@ -214,9 +214,9 @@ class AllToAll(torch.autograd.Function):
         ctx: Any, rows: Tensor, sent: list[int] | None, arriving: list[int] | None, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.back = arriving, sent, group
-        found = rows.new_empty((len(rows) if arriving is None else sum(arriving), *rows.shape[1:]))
-        dist.all_to_all_single(found, rows.contiguous(), arriving, sent, group=group)
-        return found
+        received = rows.new_empty((len(rows) if arriving is None else sum(arriving), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), arriving, sent, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:

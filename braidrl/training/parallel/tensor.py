@@ -53,8 +53,8 @@ REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The styles of modules that every rank computes in full."""
 
 
-def local_chunk(whole: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
-    return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+def local_chunk(tensor: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
+    return tensor.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
 
 
 COLUMNS = ("colwise", "colwise_gather_output")
@@ -68,8 +68,8 @@ class Replicated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, own: Tensor, mesh: DeviceMesh) -> DTensor:
-        return DTensor.from_local(own, mesh, [Replicate()], run_check=False)
+    def forward(context: Any, local: Tensor, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> tuple[Tensor, None]:
@@ -83,11 +83,11 @@ def shard_product(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
     """
     if style in ROWS:
         if style == "rowwise_split_input":
-            module.register_forward_pre_hook(lambda _, given: (local_chunk(given[0], mesh, -1), *given[1:]))
+            module.register_forward_pre_hook(lambda _, inputs: (local_chunk(inputs[0], mesh, -1), *inputs[1:]))
         # Summed, and scattered to the ranks' tokens.
         parallelize_module(module, mesh, RowwiseParallel(output_layouts=TOKENS))
         return
-    module.register_forward_pre_hook(lambda _, given: (Replicated.apply(given[0], mesh), *given[1:]))
+    module.register_forward_pre_hook(lambda _, inputs: (Replicated.apply(inputs[0], mesh), *inputs[1:]))
     gathers = style == "colwise_gather_output"
     parallelize_module(module, mesh, ColwiseParallel(use_local_output=not gathers))
     if gathers:
@@ -110,12 +110,12 @@ def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
 
     Raises UserError for a style without slices.
     """
-    whole = plan_of(model, key, remedy)
-    if unknown := sorted(set(whole.values()) - {"colwise", "rowwise", "embedding_rowwise", *REPLICATED[:1]}):
+    layer_plan = plan_of(model, key, remedy)
+    if unknown := sorted(set(layer_plan.values()) - {"colwise", "rowwise", "embedding_rowwise", *REPLICATED[:1]}):
         raise UserError(
             f"{key}: the tensor-parallel plan of {type(model).__name__} uses {', '.join(unknown)}; write {remedy}"
         )
-    plan = {f"{model.base_model_prefix}.{name}": style for name, style in whole.items()}
+    plan = {f"{model.base_model_prefix}.{name}": style for name, style in layer_plan.items()}
     output = model.get_output_embeddings()
     if isinstance(output, nn.Linear):
         plan[next(name for name, module in model.named_modules() if module is output)] = "colwise"
@@ -154,9 +154,9 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
         if products and set(products.values()) <= {*COLUMNS, *(() if is_mixer else ROWS)}:
             parents = {name.rpartition(".")[0] for name, style in products.items() if style in COLUMNS}
             gathers = {}
-            for place in {block} if needs_all else parents:
-                inner = [style for name, style in products.items() if name.startswith(place)]
-                gathers[place] = not any(style in ROWS for style in inner)
+            for parent in {block} if needs_all else parents:
+                inner = [style for name, style in products.items() if name.startswith(parent)]
+                gathers[parent] = not any(style in ROWS for style in inner)
             blocks.append(LayerBlock(block, products, gathers))
         elif needs_all or products:
             blocks.append(LayerBlock(block, {}, {block: True} if needs_all else {}))
@@ -182,35 +182,37 @@ def parallelize_layer(
             gather_tokens(
                 layer.get_submodule(name),
                 # The gradients of all tokens are reduce-scattered.
-                lambda own: (
-                    DTensor.from_local(own, mesh, [TOKENS], run_check=False)
+                lambda local: (
+                    DTensor.from_local(local, mesh, [TOKENS], run_check=False)
                     .redistribute(placements=[Replicate()])
                     .to_local(grad_placements=[Partial()])
                 ),
-                (lambda whole: local_chunk(whole, mesh, 1)) if scatter else None,
+                (lambda states: local_chunk(states, mesh, 1)) if scatter else None,
             )
         for part in module.modules() if block.products else ():
             if hasattr(part, LAYER_NUMBER):
                 setattr(part, HEADS_RANK, mesh.get_local_rank())
         if not block.products:
             # FSDP must not be given a view, which the layer may change in place.
-            whole = lambda each: each.clone() if isinstance(each, Tensor) and each._is_view() else each  # noqa: E731
-            module.register_forward_hook(lambda _, __, output, whole=whole: tree_map(whole, output))
+            copy_view = lambda each: each.clone() if isinstance(each, Tensor) and each._is_view() else each  # noqa: E731
+            module.register_forward_hook(lambda _, __, output, copy_view=copy_view: tree_map(copy_view, output))
             shard(module)
 
 
-def gather_tokens(block: nn.Module, gather: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor] | None) -> None:
-    """Gather the tokens of a block's first argument; with `own`, return this rank's tokens of all hidden states in its
-    output.
+def gather_tokens(
+    block: nn.Module, gather: Callable[[Tensor], Tensor], shard: Callable[[Tensor], Tensor] | None
+) -> None:
+    """Gather the tokens of a block's first argument; with `shard`, return this rank's tokens of all hidden states in
+    its output.
     """
 
-    def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        states = gather(given[0] if given else named["hidden_states"])
-        return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
+    def gathered(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        states = gather(arguments[0] if arguments else named["hidden_states"])
+        return ((states, *arguments[1:]), named) if arguments else (arguments, {**named, "hidden_states": states})
 
     block.register_forward_pre_hook(gathered, with_kwargs=True)
-    if own is not None:
-        shared = lambda part: own(part) if isinstance(part, Tensor) and part.dim() == 3 else part  # noqa: E731
+    if shard is not None:
+        shared = lambda part: shard(part) if isinstance(part, Tensor) and part.dim() == 3 else part  # noqa: E731
         block.register_forward_hook(lambda _, __, output: tree_map(shared, output))
 
 
@@ -226,8 +228,8 @@ def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
 
         def gathered(_: nn.Module, __: Any, output: Any) -> Any:
             if isinstance(output, ModelOutput):  # not the given states of `own_logits`
-                own = DTensor.from_local(output.last_hidden_state, mesh, [TOKENS], run_check=False)
-                output["last_hidden_state"] = own.redistribute(placements=[Replicate()]).to_local()
+                local = DTensor.from_local(output.last_hidden_state, mesh, [TOKENS], run_check=False)
+                output["last_hidden_state"] = local.redistribute(placements=[Replicate()]).to_local()
             return output
 
         body.decoder.register_forward_hook(gathered)

@@ -90,11 +90,11 @@ def side_files(model: Any, path: Path) -> dict[str, bytes]:
                     "as it is"
                 )
                 for file in (GENERATION,) if part == GENERATION else TOKENIZER_FILES:
-                    for found in path.glob(file):
-                        shutil.copy(found, folder)
+                    for source in path.glob(file):
+                        shutil.copy(source, folder)
         for file in PROCESSOR_FILES:
-            for found in path.glob(file):
-                shutil.copy(found, folder)
+            for source in path.glob(file):
+                shutil.copy(source, folder)
         return {
             str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
         }
@@ -118,7 +118,7 @@ def write_files(
 def copied(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
     """Copy a rank's parts to host memory, with adapters merged; all ranks of a sharded model call this together."""
     return {
-        name: replace(own := part.merged(), tensor=own.local.detach().to("cpu", copy=True).contiguous())
+        name: replace(merged := part.merged(), tensor=merged.local.detach().to("cpu", copy=True).contiguous())
         for name, part in parts.items()
     }
 
@@ -171,20 +171,20 @@ def own_keys(optimizer: MasterOptimizer, parameters: int, shapes: Mapping[str, t
 
     Raises LookupError if their names or shapes do not match.
     """
-    found, names = list[str](), {number: set[str]() for number in optimizer.by_number}
+    keys, names = list[str](), {number: set[str]() for number in optimizer.by_number}
     for key, shape in shapes.items():
         number, _, name = key.partition(".")
         if number.isdecimal() and int(number) not in optimizer.by_number:
             if int(number) >= parameters:
                 raise LookupError(f"{key} is of another model: this one has {parameters} parameters")
             continue
-        found.append(key)
+        keys.append(key)
         if name and name not in UNDIVIDED:
             names[int(number)].add(name)
-            wanted = optimizer.by_number[int(number)].shape
-            if shape and shape != wanted:
-                raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(wanted)}")
+            expected = optimizer.by_number[int(number)].shape
+            if shape and shape != expected:
+                raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(expected)}")
     for alike in optimizer.groups():
         if len({frozenset(names[number]) for number in alike}) > 1:
             raise LookupError(f"parameters of one group have different state: {names}")
-    return found
+    return keys

@@ -99,8 +99,8 @@ class RoleWorker(ShardedBackend):
         self.weight_updates, self._nonfinite = 0, list[str]()
         self.trains_vision = settings_of(spec.role, spec.config).trains_vision
         keep_freed_memory()
-        self.ranks, own = spec.join(), settings_of(spec.role, spec.config)
-        self.max_tokens, self.lora = own.max_tokens, own.lora if spec.train else None
+        self.ranks, settings = spec.join(), settings_of(spec.role, spec.config)
+        self.max_tokens, self.lora = settings.max_tokens, settings.lora if spec.train else None
         # A sharded model is read part by part, except with adapters, which are initialised on the full model.
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.rope_lengths = RopeLengths.of(self.model.config)
@@ -158,7 +158,7 @@ class RoleWorker(ShardedBackend):
             offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
             if not self.lora:  # adapted layers have other names
                 self.optimizer.read_masters(files)
-            if own.activation_checkpointing:
+            if settings.activation_checkpointing:
                 checkpoint_activations(self.model)
             if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
                 self.side_files = checkpoint.side_files(self.model, self.path)
@@ -212,13 +212,13 @@ class RoleWorker(ShardedBackend):
         """Return what the balance of this rank's routers needs of its action tokens, and if it `records` the experts
         (N, M, k) of all tokens, zeros for the layers of other pipeline ranks.
         """
-        found = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
+        outputs = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
         if routing is not None and records:
             shape = len(packed.input_ids), number_routers(self.model), experts_per_token(self.model)
-            found[ROUTED_EXPERTS] = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            outputs[ROUTED_EXPERTS] = torch.zeros(shape, dtype=torch.int64, device=self.device)
             if routing.chosen:
-                found[ROUTED_EXPERTS][:, sorted(routing.chosen)] = routing.recorded()
-        return found
+                outputs[ROUTED_EXPERTS][:, sorted(routing.chosen)] = routing.recorded()
+        return outputs
 
     def predict(
         self, packed: Packed, objective: Objective | Likelihood | None = None, records: bool = False
@@ -241,13 +241,13 @@ class RoleWorker(ShardedBackend):
                 compiled=self.config.trainer.compile,
             )
             return {"log_probs": log_probs, "entropy": entropy, **self.of_routers(routing, packed, records)}
-        wanted = {"values": packed.predictors, "scores": packed.row_ends}
+        places_of = {"values": packed.predictors, "scores": packed.row_ends}
         if objective is not None:
-            wanted = {name: places for name, places in wanted.items() if name in objective.loss.reads}
+            places_of = {name: places for name, places in places_of.items() if name in objective.loss.reads}
         # At least float32: returns and margins need more precision than bfloat16.
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         weight = self.model.score.weight.to(dtype)
-        return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
+        return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in places_of.items()}
 
     @cached_property
     def images(self) -> ModelImages:
@@ -275,16 +275,18 @@ class RoleWorker(ShardedBackend):
         elif len(rows):
             groups = rows["group"].tolist() if whole_groups else None
             plan = plan_micro_batches(rows["tokens"].lengths.tolist(), self.max_tokens, rows.uids(), groups)
-        found = []
+        batches = []
         for numbers in plan:
             part = rows.take(numbers)
-            place = None if self.vision is None else self.images.place
-            found.append(MicroBatch(numbers, part, pack(part, self.device, shares, self.rope_lengths, place)))
+            place_images = None if self.vision is None else self.images.place
+            batches.append(MicroBatch(numbers, part, pack(part, self.device, shares, self.rope_lengths, place_images)))
         # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
-        none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
-        tokens, offsets = {"input_ids": one, "position_ids": one}, torch.zeros(1, dtype=torch.int64)
+        none, filler_token = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
+        tokens, offsets = {"input_ids": filler_token, "position_ids": filler_token}, torch.zeros(1, dtype=torch.int64)
         filler = Packed(tokens, (1,), none, none, offsets, none)
-        return found + [MicroBatch([], Rows({}), filler)] * (self.ranks.num_micro_batches(len(found)) - len(found))
+        return batches + [MicroBatch([], Rows({}), filler)] * (
+            self.ranks.num_micro_batches(len(batches)) - len(batches)
+        )
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
         return self._forward(name, rows, advance)[0]
@@ -296,11 +298,11 @@ class RoleWorker(ShardedBackend):
     @torch.no_grad()
     def _forward(self, name: str, rows: Rows, advance: Advance | None, records: bool = False) -> tuple[Ragged, Ragged]:
         """Return `forward`'s values, and with `records` the experts of all tokens but each row's last, else no rows."""
-        rows, own = self.ranks.gather_rows(rows)
+        rows, rows_of_rank = self.ranks.gather_rows(rows)
         batches = self.micro_batches(rows, may_share=not records)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
         sizes = [int(each[-1]) for each in offsets]
-        found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
+        flat_values = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
         routes: dict[int, Tensor] = {}
 
         def keep(number: int, predicted: dict[str, Tensor]) -> None:
@@ -310,7 +312,7 @@ class RoleWorker(ShardedBackend):
             if ROUTED_EXPERTS in predicted:  # also those of padding
                 routes[number] = predicted[ROUTED_EXPERTS][: len(batch.packed.input_ids)]
             if name in predicted:
-                found.split(sizes)[number].copy_(predicted[name])
+                flat_values.split(sizes)[number].copy_(predicted[name])
             if advance and self.ranks.is_reporting_rank:
                 advance(len(batch.rows), len(batch.packed.input_ids))
 
@@ -323,8 +325,8 @@ class RoleWorker(ShardedBackend):
         none = Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
         if not len(rows):
             return none, none
-        parts = self.ranks.broadcast_predictions(found).split(sizes)
-        order = torch.tensor([number for batch in batches for number in batch.numbers]).argsort()[own]
+        parts = self.ranks.broadcast_predictions(flat_values).split(sizes)
+        order = torch.tensor([number for batch in batches for number in batch.numbers]).argsort()[rows_of_rank]
         values = Ragged.cat([Ragged(*part) for part in zip(parts, offsets, strict=True)]).take(order)
         if not records:
             return values, none
@@ -395,22 +397,22 @@ class RoleWorker(ShardedBackend):
         """Return the model, with its adapters, if an engine of this process may share it, else None."""
         return None if self.ranks.is_sharded or merges_adapters(self.lora, self.config) else self.model
 
-    def full_state_dict(self, wanted: bool = True) -> dict[str, Tensor]:
+    def full_state_dict(self, gather: bool = True) -> dict[str, Tensor]:
         """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their
         names.
 
         All ranks of a sharded model call this at the same time. Gathered tensors go to host memory, so that a device
-        holds one full tensor at a time. Ranks without `wanted` get an empty dict.
+        holds one full tensor at a time. Ranks that call without `gather` get an empty dict.
         """
         self.ranks.reshard(self.model)
         named = lora.plain_names(self.model, self.model.state_dict(keep_vars=True))
         # Whether the module's parameters are the role's full weights.
         is_full = self.lora is None and not self.ranks.is_sharded
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for names, tensor in self.ranks.full_tensors(named, lora.merged):
-            if wanted:
-                found |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
-        return found
+            if gather:
+                tensors |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
+        return tensors
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         return self.full_state_dict().items()
@@ -458,14 +460,14 @@ class RoleWorker(ShardedBackend):
             sets[checkpoint.OPTIMIZER] = checkpoint.state_parts(self.optimizer)
         if self.balance is not None and (kept := self.balance.state()):
             sets[checkpoint.BALANCE] = full_parts(kept.items())
-        found = next(filter(None, (checkpoint.not_finite(parts or weights) for parts in sets.values())), "")
-        if first := next(filter(None, ranks.all_gather("infinite or NaN weights", found)), ""):
+        non_finite = next(filter(None, (checkpoint.not_finite(parts or weights) for parts in sets.values())), "")
+        if first := next(filter(None, ranks.all_gather("infinite or NaN weights", non_finite)), ""):
             raise UserError(
                 f"{self.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with "
                 "a lower trainer.learning_rate or with trainer.max_grad_norm"
             )
         # Weights that transformers converts by more than names and slices are converted by it, from full tensors.
-        full = {**self.full_state_dict(wanted=write), **beside} if sets["model"] is None else {}
+        full = {**self.full_state_dict(gather=write), **beside} if sets["model"] is None else {}
         written = {stem: parts for stem, parts in sets.items() if parts is not None}
         if copy:
             written = {stem: checkpoint.copied(parts) for stem, parts in written.items()}
@@ -487,8 +489,8 @@ class RoleWorker(ShardedBackend):
         """Write this rank's share of each set of files, and on the rank that shall `write` the files beside them."""
         digests = dict[str, Any]()
         for stem, parts in sets.items():
-            place = folder / stem
-            written = checkpoint.write_files(parts, ranks, place.parent, place.name, write)
+            path = folder / stem
+            written = checkpoint.write_files(parts, ranks, path.parent, path.name, write)
             digests |= {str(Path(stem).parent / name): about for name, about in written.items()}
         if not write:
             return
@@ -515,15 +517,15 @@ class RoleWorker(ShardedBackend):
         tensors |= {OPTIMIZER_STATE + name: tensor for name, tensor in state.items()}
         return {name: WeightPart([name], tensor.detach()) for name, tensor in tensors.items()}
 
-    def empty_parts(self, known: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
-        """Return uninitialised host memory for this rank's parts of `known` tensors, which other layouts changed.
+    def empty_parts(self, tensors: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+        """Return uninitialised host memory for this rank's parts of `tensors`, which other layouts changed.
 
         Raises LookupError if state of this rank's parameters is missing.
         """
         owners = {name: part for name, part in self.changing_parts().items() if name.startswith("model.")}
         if self.optimizer is not None:
             prefix = OPTIMIZER_STATE
-            state = {name.removeprefix(prefix): p.local for name, p in known.items() if name.startswith(prefix)}
+            state = {name.removeprefix(prefix): p.local for name, p in tensors.items() if name.startswith(prefix)}
             shapes = {key: tensor.shape for key, tensor in state.items()}
             for key in checkpoint.own_keys(self.optimizer, len(self.shapes), shapes):
                 parameter = checkpoint.owner(self.optimizer, key, state[key])
@@ -592,7 +594,7 @@ class RoleWorker(ShardedBackend):
             if self.dtype.itemsize < MASTER_BYTES and not any(key.endswith(".master") for key in state):
                 masters: Mapping[str, Tensor] = saved if self.lora else ModelFiles(folder, self.model)
                 names = {name: name for name, _ in self.model.named_parameters()}
-                stored = {own: name for name, own in lora.adapters_of(names).items()} if self.lora else {}
+                stored = {adapter: name for name, adapter in lora.adapters_of(names).items()} if self.lora else {}
                 self.optimizer.read_masters(masters, stored)
         self._forget_past()
 

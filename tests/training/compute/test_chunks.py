@@ -96,8 +96,8 @@ def test_a_gradient_in_bfloat16_is_added_in_float32() -> None:
 
 def test_kernels_are_used_if_wanted_and_supported_for_the_dtype() -> None:
     weight = torch.randn(VOCABULARY, WIDTH)
-    assert has_kernels(weight) and chunk_kernels(weight, wanted=True) == CPU
-    assert chunk_kernels(weight, wanted=False) is None and chunk_kernels(weight.double(), wanted=True) is None
+    assert has_kernels(weight) and chunk_kernels(weight, allowed=True) == CPU
+    assert chunk_kernels(weight, allowed=False) is None and chunk_kernels(weight.double(), allowed=True) is None
 
 
 @pytest.mark.parametrize("target", [-1, VOCABULARY])

@@ -424,7 +424,7 @@ def written(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> li
     again = dict(in_folder.tensors())
     problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
     problems += traffic_problems(writer.transfer, LIMIT_BYTES)
-    problems += [f"{name} is kept by a rank that does not write it" for name in worker.full_state_dict(wanted=False)]
+    problems += [f"{name} is kept by a rank that does not write it" for name in worker.full_state_dict(gather=False)]
     if not read.keys() == again.keys() == in_folder.shapes().keys() == wanted.keys() or writer.transfer.traffic.sent:
         problems.append(
             f"the file has {sorted(read)}, and {writer.transfer.traffic.sent} bytes were sent for it on one machine"
