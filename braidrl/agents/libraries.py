@@ -2,7 +2,8 @@
 environments of `verifiers`, which run their own loop.
 
 Each library is a value of `LIBRARIES`. `environments` looks a name's scheme up there, and calls its `find` with the
-rest of the name and the settings, if the library is installed.
+rest of the name and the settings, if the library is installed. `find` imports the library: the processes of
+trajectories are copies of the one that called it, and would import it once each within their time limit.
 """
 
 import asyncio
@@ -40,12 +41,18 @@ GEM_LOCK = threading.Lock()
 def gem(name: str, /, **settings: Any) -> Callable[[], "GemEnvironment"]:
     """Return a factory of `gem:name`, such as `gem:game:GuessTheNumber-v0-easy`.
 
-    Raises UserError if gem has no such environment.
+    Raises UserError if gem has no such environment, or a package that it needs is missing.
     """
     load_gem()
     known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
     if name not in known:
         raise UserError(f"gem has no environment {name!r}. {suggest(name, known)}")
+    made_by = known[name].entry_point
+    if isinstance(made_by, str):
+        try:
+            importlib.import_module(made_by.partition(":")[0])
+        except ImportError as error:
+            raise UserError(f"environment gem:{name} needs a package that is missing: {error}") from error
     return partial(GemEnvironment, name, settings)
 
 
@@ -113,6 +120,9 @@ def mcp(
 
     The verifier `verify`, with the settings `verify_params`, scores the final answer.
     """
+    importlib.import_module("mcp")
+    # It logs each invalid answer with a traceback, and raises as well.
+    logging.getLogger("mcp.client").setLevel(logging.CRITICAL)
     verifier, server = resolve(verify, verify_params), [name]
     if not name.startswith(HTTP):
         server = shlex.split(name)
@@ -207,6 +217,7 @@ def openenv(
     `observation` is the field of an observation that the model sees; without it the model sees all fields, as a JSON
     object.
     """
+    importlib.import_module("openenv.core.generic_client")
     if not name.startswith((*HTTP, *WEBSOCKET)):
         raise UserError(f"openenv:{name} is no address of a server; write openenv:http://HOST:PORT")
     return partial(OpenEnvEnvironment, name, action, observation)

@@ -31,6 +31,7 @@ from braidrl.data.vision import moved
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import SamplingParams
 from braidrl.observe.stalls import WORK
+from braidrl.sandbox.host import failure_of
 
 if TYPE_CHECKING:
     # Only agents need aiohttp, which is optional.
@@ -109,7 +110,8 @@ class Player(ABC):
         except Exception as error:
             if limit.expired():
                 raise EnvironmentFailed("timeout", f"{name} took over {self.limits.timeout_s:g} s") from None
-            raise EnvironmentFailed(type(error).__name__, str(error)) from error
+            found = failure_of(error)
+            raise EnvironmentFailed(found["failure"], found["detail"]) from error
 
 
 @dataclass

@@ -56,7 +56,8 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
 
     def serve_copy(end: socket.socket) -> None:
         os.register_at_fork(after_in_child=partial(cut_off, end.fileno()))
-        answer_all(answer, end)
+        with contextlib.suppress(ConnectionError):  # the run no longer waits for the answer
+            answer_all(answer, end)
 
     copies = SandboxedCopies(run, serve_copy, limits) if limits else None
     while True:
@@ -128,7 +129,11 @@ def raised() -> tuple[type[BaseException], ...]:
 
 
 def failure_of(error: BaseException) -> Message:
-    """Return an exception as a failure: its type, its text, and its location in the code."""
+    """Return an exception as a failure: its type, its text, and its location in the code; of a group its first
+    exception.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     frames = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
     return {"failure": type(error).__name__, "detail": str(error)[:500], "where": where}

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from braidrl.agents.environments import environments
-from braidrl.agents.libraries import GemEnvironment
+from braidrl.agents.libraries import GemEnvironment, load_gem
 from braidrl.errors import UserError
 
 NAME = "game:GuessTheNumber-v0-easy"
@@ -45,6 +45,15 @@ def test_the_seed_alone_determines_the_game() -> None:
         other.reset({"seed": seed})
         secrets.add(secret(other))
     assert len(secrets) > 3
+
+
+def test_a_package_that_an_environment_of_gem_needs_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_gem()
+    from gem.envs.registration import ENV_REGISTRY, EnvSpec
+
+    monkeypatch.setitem(ENV_REGISTRY, "math:Proofs", EnvSpec("math:Proofs", "package_of_proofs:Proofs"))
+    with pytest.raises(UserError, match=r"gem:math:Proofs .*package_of_proofs"):
+        environments("gem:math:Proofs", {})
 
 
 def test_names_are_checked_and_logging_stays_as_it_was() -> None:

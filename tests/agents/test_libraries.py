@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-import socket
-import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,12 +28,9 @@ from braidrl.runtimes.run import train
 from examples.guess_number import demo as guess_number
 from examples.tool_arithmetic import demo, task
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
-from tests.tiny import free_port
+from tests.agents.library_servers import OPENENV, VERIFIERS, calculator, guessing_game, need
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-OPENENV, VERIFIERS = (
-    EXAMPLES.parent / "build" / f"{name}-venv" / "bin" / "python" for name in ("environments", "verifiers")
-)
 SERVER = EXAMPLES / "tool_arithmetic" / "server.py"
 LIMITS = Limits(at_once=3, timeout_s=60, max_turns=4, max_sequence_tokens=4000)
 
@@ -66,19 +58,8 @@ def failures(run: Path) -> list[str]:
 
 @pytest.fixture
 def mcp_address() -> Iterator[str]:
-    """Serve the calculator over HTTP and return its address."""
-    pytest.importorskip("mcp", reason="mcp is not installed")
-    import uvicorn
-
-    from examples.tool_arithmetic.server import server
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error"))
-        thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
-        running.should_exit = True
-        thread.join(30)
+    with calculator() as port:
+        yield f"http://127.0.0.1:{port}/mcp"
 
 
 @pytest.mark.soak
@@ -133,26 +114,8 @@ def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, 
 
 @pytest.fixture
 def openenv_address() -> Iterator[str]:
-    """Serve the example's environment with its library and return the address."""
-    if not OPENENV.parents[1].joinpath("installed").exists():
-        pytest.skip("make environments has not installed openenv")
-    port = free_port()
-    server = subprocess.Popen([OPENENV, str(EXAMPLES / "guess_number" / "openenv_server.py"), str(port)])
-    try:
-        deadline = time.monotonic() + 120
-        while not answers(port):
-            assert server.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+    with guessing_game() as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
-
-
-def answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-        return True
-    return False
 
 
 @pytest.mark.soak
@@ -184,8 +147,7 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
 
 @pytest.mark.soak
 def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp_path: Path) -> None:
-    if not VERIFIERS.parents[1].joinpath("installed").exists():
-        pytest.skip("make environments has not installed verifiers")
+    need(VERIFIERS)
     demo.prepare(tmp_path, seed=1)
     config = load_config(
         EXAMPLES / "tool_arithmetic" / "verifiers.yaml",
@@ -213,8 +175,7 @@ def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp
 
 @pytest.mark.soak
 def test_a_taskset_is_played_in_the_environment_that_it_brings() -> None:
-    if not VERIFIERS.parents[1].joinpath("installed").exists():
-        pytest.skip("make environments has not installed verifiers")
+    need(VERIFIERS)
     name = f"verifiers:{Path(__file__).with_name('verifiers_game.py')}"
     hosts = EnvironmentHosts(EnvironmentConfig(name=name, python=VERIFIERS, timeout_s=60))
     tokenizer = make_chat_tokenizer("chatml")

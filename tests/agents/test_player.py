@@ -66,7 +66,7 @@ class Faulty:
         self.turn += 1
         if self.turn == 2:
             if self.how == "raise":
-                raise KeyError("board")
+                raise ExceptionGroup("errors in a task group", [KeyError("board")])
             if self.how == "hang":
                 await asyncio.sleep(1000)
             if self.how == "type":

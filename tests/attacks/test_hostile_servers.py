@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,13 +25,17 @@ from braidrl.agents.trajectory import Limits, trajectory_columns
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
 from braidrl.engines.requests import SamplingParams
+from braidrl.observe.metrics import read_metrics
+from examples.tool_arithmetic import demo as tool_arithmetic
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
+from tests.agents.library_servers import OPENENV, VERIFIERS, calculator, guessing_game, need
+from tests.attacks.disturbed import FAULTS, disturbed
 from tests.attacks.test_verifiers import has_walls
-from tests.tiny import ROOT
+from tests.commands import Command
+from tests.tiny import ROOT, settings
 
 pytest.importorskip("mcp", reason="mcp is not installed")
 pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
-OPENENV, VERIFIERS = (ROOT / "build" / f"{name}-venv" / "bin" / "python" for name in ("environments", "verifiers"))
 FLOOD = 50 << 20
 LIMITS = Limits(at_once=8, timeout_s=4.0, max_turns=2, max_sequence_tokens=500)
 
@@ -153,16 +161,14 @@ def sessions() -> Iterator[str]:
 
 @pytest.mark.soak
 def test_every_misbehaviour_behind_openenv_is_a_counted_row_and_takes_no_memory(sessions: str) -> None:
-    if not OPENENV.parents[1].joinpath("installed").exists():
-        pytest.skip("make environments has not installed openenv")
+    need(OPENENV)
     kinds = ("hang", "half", "nonsense", "another", "floods", "refuses")
     check_counted_rows({one: f"openenv:{sessions}/{one}" for one in kinds}, python=OPENENV)
 
 
 @pytest.mark.soak
 def test_every_misbehaviour_behind_verifiers_is_a_counted_row_and_takes_no_memory(address: str) -> None:
-    if not VERIFIERS.parents[1].joinpath("installed").exists():
-        pytest.skip("make environments has not installed verifiers")
+    need(VERIFIERS)
     servers, rewards = ["hang", "half", "nonsense", "floods"], ["sleeps", "takes", "text", "list", "nan", "infinite"]
     params = {"address": address, "servers": servers, "rewards": [*rewards, "setup", "fine", "grows"]}
     name = f"verifiers:{ROOT / 'tests' / 'attacks' / 'verifiers_tasks.py'}"
@@ -189,3 +195,75 @@ def test_every_misbehaviour_behind_verifiers_is_a_counted_row_and_takes_no_memor
     assert {one: failures[one] for one in (*servers, "sleeps")} == dict.fromkeys((*servers, "sleeps"), "timeout")
     assert failures["nan"] == failures["infinite"] == "TypeError"
     assert all(len(trajectory.detail) < 2000 for trajectory in played)
+
+
+KINDS = "fine fine fine sleeps raises exits takes floods nothing nan text shape"
+
+
+@contextmanager
+def hostile(library: str, fails: bool) -> Iterator[dict[str, Any]]:
+    """Yield the setting `rollout.environment` of a library of which some tasks or connections misbehave, or with
+    `fails` all.
+    """
+    faults = ("closes",) if fails else FAULTS
+    if library in ("gem:", "gem:rg:"):
+        pytest.importorskip("gem", reason="gem-llm is not installed")
+        yield {"name": f"{library}hostile", "python": sys.executable, "variables": ["HOSTILE"]}
+    elif library == "verifiers:":
+        need(VERIFIERS)
+        rewards = ["setup"] if fails else ["fine", "setup", "nan", "sleeps"]
+        path = ROOT / "tests" / "attacks" / "verifiers_tasks.py"
+        yield {"name": f"verifiers:{path}", "python": str(VERIFIERS), "params": {"rewards": rewards}}
+    elif library == "openenv:":
+        params = {"action": "message", "observation": "said"}
+        with guessing_game() as port, disturbed(port, faults) as other:
+            yield {"name": f"openenv:http://127.0.0.1:{other}", "python": str(OPENENV), "params": params}
+    else:
+        with calculator() as port, disturbed(port, faults) as other:
+            yield {"name": f"mcp:http://127.0.0.1:{other}/mcp"}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fails", [False, True], ids=["some", "all"])
+@pytest.mark.parametrize("library", ["gem:", "gem:rg:", "mcp:", "openenv:", "verifiers:"])
+def test_a_run_counts_what_a_library_does_to_it_and_ends_with_a_reason_if_all_rows_fail(
+    library: str, fails: bool, tmp_path: Path
+) -> None:
+    tool_arithmetic.prepare(tmp_path / "task", 0)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'attacks' / 'gem_plugin'}" if "gem" in library else str(ROOT),
+        "HOSTILE": "raises" if fails else KINDS,
+    }
+    # A row of verifiers starts a program, which takes two seconds of a processor.
+    prompts, samples, limit_s = (3, 2, 25.0) if library == "verifiers:" else (8, 4, 5.0)
+    with hostile(library, fails) as environment:
+        environment |= {"sandbox": "process", "timeout_s": limit_s, "memory_gib": 1.0, "max_turns": 2}
+        tree = settings(
+            tmp_path,
+            tmp_path / "task" / "untrained",
+            tmp_path / "task" / "train.jsonl",
+            rollout={
+                "samples_per_prompt": samples,
+                "max_response_tokens": 2,
+                "max_sequence_tokens": 800,
+                "environment": environment,
+            },
+            trainer={"steps": 1 if fails else 2, "prompts_per_step": prompts},
+            trackers=[],
+        )
+        (tmp_path / "run.yaml").write_text(json.dumps(tree))
+        with Command(["train", str(tmp_path / "run.yaml")], tmp_path, variables) as process:
+            said = " ".join("".join(text or "" for text in process.communicate(timeout=280)).split())
+    assert process.returncode == int(fails), said[-2000:]
+    assert "Traceback" not in said, said[-2000:]
+    if fails:
+        assert f"every one of {prompts * samples} trajectories failed; most often: " in said, said[-2000:]
+        return
+    lines = read_metrics(tmp_path / "run")
+    counted = [{name: n for name, n in line.items() if name.startswith("environment/failures/")} for line in lines]
+    memory = lines[-1]["memory/actor.generate/resident_max"]
+    print(f"{library} {counted} of {prompts * samples} trajectories, {memory / 2**20:.0f} MiB")
+    assert len(lines) == 2 and all(0 < sum(failures.values()) < prompts * samples for failures in counted)
+    assert memory < 1.5 * 2**30
