@@ -82,9 +82,9 @@ class EndpointSession:
 
     def longest_known(self, messages: Sequence[ChatMessage]) -> tuple[int, tuple[int, int]]:
         """Return how many of the messages are a conversation with a reply, and where its tokens are; 0 if none is."""
-        for known, digest in reversed([*enumerate(digests(messages[:-1]), start=1)]):
+        for count, digest in reversed([*enumerate(digests(messages[:-1]), start=1)]):
             if digest in self.turns:
-                return known, self.turns[digest]
+                return count, self.turns[digest]
         return 0, (0, 0)
 
     def remember(self, context: list[ChatMessage] | str | list[int], reply: ChatMessage) -> None:
@@ -257,39 +257,41 @@ class Endpoint:
     async def _answer(
         self, http: web.Request, dialect: ChatDialect, session: EndpointSession, raw: bytes
     ) -> web.StreamResponse:
-        asked, is_long = dialect.read(json_object(raw)), len(raw) > INLINE_BYTES
+        request, is_long = dialect.read(json_object(raw)), len(raw) > INLINE_BYTES
 
         def begin() -> tuple[TurnStream, "asyncio.Future[TurnReply]"]:
-            stream = TurnStream(self.template.text, asked.stops)
-            return stream, asyncio.ensure_future(self._turn(session, asked, stream, is_long))
+            stream = TurnStream(self.template.text, request.stops)
+            return stream, asyncio.ensure_future(self._turn(session, request, stream, is_long))
 
-        if asked.stream:
-            return await streamed(http, dialect, asked, begin)
-        replies = [await begin()[1] for _ in range(asked.choices)]
-        return web.json_response(dialect.answer(asked, replies))
+        if request.stream:
+            return await streamed(http, dialect, request, begin)
+        replies = [await begin()[1] for _ in range(request.choices)]
+        return web.json_response(dialect.answer(request, replies))
 
     async def _count(
         self, http: web.Request, dialect: ChatDialect, session: EndpointSession, raw: bytes
     ) -> web.StreamResponse:
         """Count the tokens of a context, which leaves the row as it is."""
         assert dialect.counted is not None
-        asked = dialect.read(json_object(raw))
+        request = dialect.read(json_object(raw))
         async with session.lock:
-            said, opens = await self._tokenised(session, asked, len(raw) > INLINE_BYTES)
+            tokenised, opens = await self._tokenised(session, request, len(raw) > INLINE_BYTES)
             return web.json_response(
-                dialect.counted(len(said.ids) + (0 if opens else len(session.trajectory.sequence)))
+                dialect.counted(len(tokenised.ids) + (0 if opens else len(session.trajectory.sequence)))
             )
 
     async def _models(self, http: web.Request) -> web.Response:
         name = http.match_info.get("model", MODEL)
         # What OpenAI's clients read, and what Anthropic's do.
-        one = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
+        model = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began))
-        one |= {"type": "model", "display_name": name, "created_at": began, "lifecycle": "active"}
-        listed = {"object": "list", "data": [one], "has_more": False, "first_id": name, "last_id": name}
-        return web.json_response(one if "model" in http.match_info else listed)
+        model |= {"type": "model", "display_name": name, "created_at": began, "lifecycle": "active"}
+        listed = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return web.json_response(model if "model" in http.match_info else listed)
 
-    async def _turn(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream, is_long: bool) -> TurnReply:
+    async def _turn(
+        self, session: EndpointSession, request: TurnRequest, stream: TurnStream, is_long: bool
+    ) -> TurnReply:
         """Generate a row's next turn, one at a time, and remember the conversation up to it."""
         trajectory = session.trajectory
         async with session.lock:
@@ -297,49 +299,49 @@ class Endpoint:
                 raise UserError("the session of this row is closed")
             if trajectory.turns >= MOST_TURNS:
                 raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
-            said, opens = await self._tokenised(session, asked, is_long)
-            stops = (*self.sampling.stop, *asked.stops)
-            sampling = replace(self.sampling, max_tokens=asked.limit or self.sampling.max_tokens, stop=stops)
+            new, opens = await self._tokenised(session, request, is_long)
+            stops = (*self.sampling.stop, *request.stops)
+            sampling = replace(self.sampling, max_tokens=request.limit or self.sampling.max_tokens, stop=stops)
             name = stream.name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
-            context = said.ids if opens else [*trajectory.sequence, *said.ids]
+            context = new.ids if opens else [*trajectory.sequence, *new.ids]
             stream.context, stream.opened = len(context), self._opens_reasoning(context)
             # A possible tool call is sent when it is complete.
-            on_token = stream.add_token if asked.stream and not asked.tools else None
+            on_token = stream.add_token if request.stream and not request.tools else None
             # The row is unchanged if this fails: the client may repeat its request.
             tokens = await trajectory.sample_turn(
                 self.engine,
-                said.ids,
+                new.ids,
                 sampling,
                 self.max_sequence_tokens,
                 self.purpose,
                 self.stage,
                 columns=self.columns,
                 opens=opens,
-                images=said.images,
+                images=new.images,
                 on_token=on_token,
             )
-            text = self.template.text(tokens, asked.tools)
+            text = self.template.text(tokens, request.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
-            end = first_stop(text, asked.stops)
-            stop = None if end is None else next(each for each in asked.stops if text.startswith(each, end))
-            message = message_of(text[:end], bool(asked.tools))
-            await self._run(is_long, session.remember, asked.context, message)
+            end = first_stop(text, request.stops)
+            stop = None if end is None else next(each for each in request.stops if text.startswith(each, end))
+            message = message_of(text[:end], bool(request.tools))
+            await self._run(is_long, session.remember, request.context, message)
             reason = "tool_calls" if "tool_calls" in message else REASONS[trajectory.finish_reason]
             log_probs = trajectory.per_token[LOG_PROBS].tolist()
             log_probs = log_probs[len(log_probs) - len(tokens) :]
             return TurnReply(name, message, reason, context, tokens, log_probs, stop, stream.opened)
 
-    async def _tokenised(self, session: EndpointSession, asked: TurnRequest, is_long: bool) -> tuple[SeenIds, bool]:
+    async def _tokenised(self, session: EndpointSession, request: TurnRequest, is_long: bool) -> tuple[SeenIds, bool]:
         """Return the token ids to append before the reply, and whether these open a new sequence.
 
         Raises UserError for messages that the chat template refuses.
         """
         try:
-            return await self._run(is_long, self._context, session, asked)
+            return await self._run(is_long, self._context, session, request)
         # A chat template may raise any exception for a client's message.
         except Exception as error:
-            said = shown(str(error))[1:-1]
-            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {said}") from error
+            reason = shown(str(error))[1:-1]
+            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {reason}") from error
 
     async def _run(self, is_long: bool, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function, in a thread if it takes long."""
@@ -347,29 +349,29 @@ class Endpoint:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[SeenIds, bool]:
+    def _context(self, session: EndpointSession, request: TurnRequest) -> tuple[SeenIds, bool]:
         """Return the token ids to append before the reply, and whether these open a new sequence."""
-        given, template, trajectory = asked.context, self.template, session.trajectory
-        if isinstance(given, str):
-            if session.text and given.startswith(session.text) and len(given) > len(session.text):
-                return SeenIds(template.template.encode_texts([given[len(session.text) :]])[0]), False
-            return SeenIds(template.template.encode_texts([given], begins=True)[0]), True
-        if isinstance(given[0], int):
-            ids: Any = given
+        context, template, trajectory = request.context, self.template, session.trajectory
+        if isinstance(context, str):
+            if session.text and context.startswith(session.text) and len(context) > len(session.text):
+                return SeenIds(template.template.encode_texts([context[len(session.text) :]])[0]), False
+            return SeenIds(template.template.encode_texts([context], begins=True)[0]), True
+        if isinstance(context[0], int):
+            ids: Any = context
             if not 0 <= min(ids) <= max(ids) < len(template.template.tokenizer):
                 raise UserError(f"a token id lies between 0 and {len(template.template.tokenizer) - 1}")
             held = trajectory.sequence if trajectory.sequence_lengths else []
             continues = bool(held) and ids[: len(held)] == held
             return (SeenIds(ids[len(held) :]), False) if continues else (SeenIds(ids), True)
-        messages: Any = given
-        known, (begin, end) = session.longest_known(messages)
-        if not known:
-            return template.first(messages, asked.tools), True
-        said = template.following(messages[known:], trajectory.tokens[end - 1], asked.tools)
+        messages: Any = context
+        count, (begin, end) = session.longest_known(messages)
+        if not count:
+            return template.first(messages, request.tools), True
+        new = template.following(messages[count:], trajectory.tokens[end - 1], request.tools)
         if end == len(trajectory.tokens):
-            return said, False
-        seen = [span for span in moved(trajectory.images, -begin) if 0 <= span.start < end - begin]
-        branch = SeenIds([*trajectory.tokens[begin:end], *said.ids], [*seen, *moved(said.images, end - begin)])
+            return new, False
+        spans = [span for span in moved(trajectory.images, -begin) if 0 <= span.start < end - begin]
+        branch = SeenIds([*trajectory.tokens[begin:end], *new.ids], [*spans, *moved(new.images, end - begin)])
         return branch, True
 
     def _opens_reasoning(self, context: Sequence[int]) -> bool:
@@ -389,19 +391,19 @@ def json_object(raw: bytes) -> Mapping[str, Any]:
 
 def digests(messages: Sequence[ChatMessage]) -> list[bytes]:
     """Return a digest of each beginning of a conversation, by its messages' contents."""
-    found, digest = [], hashlib.sha256()
+    beginnings, digest = [], hashlib.sha256()
     for message in messages:
         # Client libraries add empty fields.
-        known = {name: value for name, value in normal_message(message).items() if value is not None and value != []}
-        digest.update(json.dumps(known, sort_keys=True).encode() + b"\n")
-        found.append(digest.digest())
-    return found
+        fields = {name: value for name, value in normal_message(message).items() if value is not None and value != []}
+        digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
+        beginnings.append(digest.digest())
+    return beginnings
 
 
 def dialect_of(path: str, headers: Mapping[str, str]) -> ChatDialect:
     """Return the API in whose form an error of a request is answered."""
-    found = (dialect for dialect in DIALECTS.values() if path.removesuffix(COUNTING).endswith(dialect.path))
-    return next(found, DIALECTS["messages" if "anthropic-version" in headers else "chat"])
+    matching = (dialect for dialect in DIALECTS.values() if path.removesuffix(COUNTING).endswith(dialect.path))
+    return next(matching, DIALECTS["messages" if "anthropic-version" in headers else "chat"])
 
 
 def failed(dialect: ChatDialect, status: int, message: str) -> web.Response:

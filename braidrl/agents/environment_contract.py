@@ -33,18 +33,18 @@ class EnvironmentUnderTest:
 
     async def play(self, texts: Sequence[str]) -> list[Any]:
         """Return the first context, and the observation after each turn until the episode is done."""
-        made = environments(self.name, self.settings)()
-        environment = await made if inspect.isawaitable(made) else made
-        said: list[Any] = [await called(environment.reset, dict(self.example))]
+        created = environments(self.name, self.settings)()
+        environment = await created if inspect.isawaitable(created) else created
+        observed: list[Any] = [await called(environment.reset, dict(self.example))]
         try:
             for text in texts:
-                said.append(await called(environment.step, text))
-                if said[-1].done:
+                observed.append(await called(environment.step, text))
+                if observed[-1].done:
                     break
         finally:
             if close := getattr(environment, "close", None):
                 await called(close)
-        return said
+        return observed
 
 
 async def what_it_says_can_be_said(subject: EnvironmentUnderTest) -> None:

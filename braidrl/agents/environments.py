@@ -99,16 +99,16 @@ def environments(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
         LIBRARIES[scheme].check(name)
         check_settings(f"rollout.environment.params: {scheme}:", LIBRARIES[scheme].find, settings)
         return LIBRARIES[scheme].find(rest, **settings)
-    made: Any = ENVIRONMENTS.find(name)
-    if not isinstance(made, type):
-        check_call(f"rollout.environment: {name}", made, "texts", "example", settings=settings)
-        return partial(FunctionEnvironment, made, settings)
-    ENVIRONMENTS.check_methods(name, made)
-    check_call(f"rollout.environment: {name}", made, settings=settings)
-    for method, given in (("reset", "example"), ("step", "text")):
-        if inspect.isfunction(inspect.getattr_static(made, method)):
-            check_call(f"rollout.environment: {name}: {method}", getattr(made, method), "self", given)
-    return partial(made, **settings)
+    environment: Any = ENVIRONMENTS.find(name)
+    if not isinstance(environment, type):
+        check_call(f"rollout.environment: {name}", environment, "texts", "example", settings=settings)
+        return partial(FunctionEnvironment, environment, settings)
+    ENVIRONMENTS.check_methods(name, environment)
+    check_call(f"rollout.environment: {name}", environment, settings=settings)
+    for method, argument in (("reset", "example"), ("step", "text")):
+        if inspect.isfunction(inspect.getattr_static(environment, method)):
+            check_call(f"rollout.environment: {name}: {method}", getattr(environment, method), "self", argument)
+    return partial(environment, **settings)
 
 
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
@@ -148,19 +148,19 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
         if method == "close" or (method == "reset" and not isinstance(result, Observation)):
             return {"context": result} if method == "reset" else {}
         try:
-            seen = outcome_of(result) if method == "act" else result
+            observation = outcome_of(result) if method == "act" else result
         except EnvironmentFailed as failed:
             return {"failure": failed.reason, "detail": failed.detail}
-        if not isinstance(seen, Observation):
-            raise TypeError(f"`step` returned {seen!r}, which is no Observation")
+        if not isinstance(observation, Observation):
+            raise TypeError(f"`step` returned {observation!r}, which is no Observation")
         return {
-            "said": seen.said,
-            "reward": float(seen.reward),
-            "done": bool(seen.done),
-            "restart": bool(seen.restart),
-            "correct": None if seen.correct is None else bool(seen.correct),
-            "policy": seen.policy,
-            "rewards": {role: float(reward) for role, reward in seen.rewards.items()},
+            "said": observation.said,
+            "reward": float(observation.reward),
+            "done": bool(observation.done),
+            "restart": bool(observation.restart),
+            "correct": None if observation.correct is None else bool(observation.correct),
+            "policy": observation.policy,
+            "rewards": {role: float(reward) for role, reward in observation.rewards.items()},
         }
 
     return answer

@@ -44,10 +44,10 @@ def gem(name: str, /, **settings: Any) -> Callable[[], "GemEnvironment"]:
     Raises UserError if gem has no such environment, or a package that it needs is missing.
     """
     load_gem()
-    known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
-    if name not in known:
-        raise UserError(f"gem has no environment {name!r}. {suggest(name, known)}")
-    made_by = known[name].entry_point
+    registry = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+    if name not in registry:
+        raise UserError(f"gem has no environment {name!r}. {suggest(name, registry)}")
+    made_by = registry[name].entry_point
     if isinstance(made_by, str):
         try:
             importlib.import_module(made_by.partition(":")[0])
@@ -74,10 +74,10 @@ class GemEnvironment:
 
     def step(self, text: str) -> Observation:
         with self._own_random_numbers():
-            said, reward, terminated, truncated, info = self._environment.step(text)
+            observed, reward, terminated, truncated, info = self._environment.step(text)
         # gem's request for the next action is apart from its observation.
-        said = "\n".join(filter(None, (said, info.get("suffix"))))
-        return Observation(said, float(reward), bool(terminated or truncated))
+        observed = "\n".join(filter(None, (observed, info.get("suffix"))))
+        return Observation(observed, float(reward), bool(terminated or truncated))
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
@@ -193,11 +193,11 @@ class McpEnvironment(ToolTurns):
         return f"error: {text}" if result.is_error else text
 
     async def answered(self, text: str) -> Observation:
-        own = {name: self.example.get(name) for name in ("prompt", "answer")}
+        fields = {name: self.example.get(name) for name in ("prompt", "answer")}
         source = str(self.example.get("source", ""))
-        found = self._verifier({**own, "source": source, "response": text, "metadata": self.example})
-        found = await found if inspect.isawaitable(found) else found
-        score = found if isinstance(found, Score) else Score(float(found))
+        result = self._verifier({**fields, "source": source, "response": text, "metadata": self.example})
+        result = await result if inspect.isawaitable(result) else result
+        score = result if isinstance(result, Score) else Score(float(result))
         return Observation(done=True, reward=score.score, correct=score.correct)
 
     async def close(self) -> None:

@@ -83,8 +83,8 @@ class Player(ABC):
 
         async with all_or_none() as group:
             prompts = zip(rows["prompt"].tolist(), images, strict=True)
-            seen = [SeenIds(ids, moved(spans, 0)) for ids, spans in prompts]
-            each = zip(rows.uids(), seen, metadata.values, strict=True)
+            contexts = [SeenIds(ids, moved(spans, 0)) for ids, spans in prompts]
+            each = zip(rows.uids(), contexts, metadata.values, strict=True)
             tasks = [group.create_task(one(*row)) for row in each]
         return [task.result() for task in tasks]
 
@@ -95,8 +95,8 @@ class Player(ABC):
     def example_of(self, uid: Uid, metadata: dict[str, Any], purpose: str) -> dict[str, Any]:
         """Return the row's example for `Environment.reset` or an agent; `seed` is the same for all rows of a group."""
         source, group, sample = uid
-        own = int(hashed(self.seed, "environment", purpose, source, group)) & 0x7FFFFFFF
-        return {**metadata, "source": source, "group": group, "sample": sample, "seed": own}
+        seed = int(hashed(self.seed, "environment", purpose, source, group)) & 0x7FFFFFFF
+        return {**metadata, "source": source, "group": group, "sample": sample, "seed": seed}
 
     async def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a user's function. Raises EnvironmentFailed if it raises or exceeds the time limit."""
@@ -157,13 +157,13 @@ class EnvironmentPlayer(Player):
 
     def trajectory_of(self, trajectory: Trajectory, role: str) -> Trajectory:
         """Return a policy's trajectory in an episode. Raises EnvironmentFailed for a role that does not play."""
-        found = trajectory if role == self.role else trajectory.others.get(role)
-        if found is None:
+        acting = trajectory if role == self.role else trajectory.others.get(role)
+        if acting is None:
             playing = ", ".join([self.role, *trajectory.others])
             raise EnvironmentFailed(
                 "policy", f"the environment names {role!r}, and {playing} play; name it in `policies` of {self.stage}"
             )
-        return found
+        return acting
 
     async def play_one(self, trajectory: Trajectory, prompt: SeenIds, metadata: dict[str, Any]) -> None:
         environment, limit = await self.ask(self.make), None
@@ -200,19 +200,19 @@ class EnvironmentPlayer(Player):
             policy, context = context.policy or policy, context.said or None
         acting = self.trajectory_of(trajectory, policy)
         if context is None and not tools:
-            said, opens = prompt, True
+            new, opens = prompt, True
         else:
             context = example["prompt"] if context is None else context
             try:
                 check_context(context)
             except TypeError as error:
                 raise EnvironmentFailed("TypeError", str(error)) from error
-            said, opens = tokenised(template.first, context, tools), True
+            new, opens = tokenised(template.first, context, tools), True
         while True:
             with self.spans.span("chat", policy=policy, turn=acting.turns) as about:
                 sampled = await acting.sample_turn(
                     self.engine,
-                    said.ids,
+                    new.ids,
                     self.sampling,
                     limits.max_sequence_tokens,
                     self.purpose,
@@ -220,10 +220,10 @@ class EnvironmentPlayer(Player):
                     self.stage if policy == self.role else f"{self.stage} {policy}",
                     columns=self.columns,
                     opens=opens,
-                    images=said.images,
+                    images=new.images,
                     policy=policy,
                 )
-                about |= {"gen_ai.usage.input_tokens": len(said.ids), "gen_ai.usage.output_tokens": len(sampled)}
+                about |= {"gen_ai.usage.input_tokens": len(new.ids), "gen_ai.usage.output_tokens": len(sampled)}
             if acting.finish_reason is FinishReason.ABORT:
                 trajectory.end(FinishReason.ABORT)
                 return
@@ -239,31 +239,31 @@ class EnvironmentPlayer(Player):
                 return
             policy = observation.policy or policy
             acting = self.trajectory_of(trajectory, policy)
-            if sum(one.turns for one in trajectory.every) >= limits.max_turns:
+            if sum(t.turns for t in trajectory.every) >= limits.max_turns:
                 # An observation without a turn after it is not appended.
                 trajectory.end(FinishReason.LENGTH)
                 return
             if not acting.sequence_lengths:
-                said = tokenised(template.first, observation.said or example["prompt"], tools)
+                new = tokenised(template.first, observation.said or example["prompt"], tools)
                 held, opens = [], True
             elif observation.restart:
-                held, known = acting.sequence, acting.sequence_images
-                said = tokenised(template.first, observation.said, tools)
-                opens = said.ids[: len(held)] != held or [*said.images[: len(known)]] != known
-                rest = moved(said.images[len(known) :], -len(held))
-                said = said if opens else SeenIds(said.ids[len(held) :], rest)
+                held, images_before = acting.sequence, acting.sequence_images
+                new = tokenised(template.first, observation.said, tools)
+                opens = new.ids[: len(held)] != held or [*new.images[: len(images_before)]] != images_before
+                rest = moved(new.images[len(images_before) :], -len(held))
+                new = new if opens else SeenIds(new.ids[len(held) :], rest)
             else:
                 held, opens = acting.sequence, False
-                said = tokenised(template.following, observation.said, held[-1], tools)
-            if limits.max_sequence_tokens - len(said.ids) - (0 if opens else len(held)) < 1:
+                new = tokenised(template.following, observation.said, held[-1], tools)
+            if limits.max_sequence_tokens - len(new.ids) - (0 if opens else len(held)) < 1:
                 trajectory.end(FinishReason.LENGTH)
                 return
 
 
-def tokenised(template: Callable[..., SeenIds], *said: Any) -> SeenIds:
+def tokenised(template: Callable[..., SeenIds], *arguments: Any) -> SeenIds:
     """Tokenise an environment's text or messages. Raises EnvironmentFailed if the chat template refuses them."""
     try:
-        return template(*said)
+        return template(*arguments)
     # A chat template may raise any exception for an environment's message.
     except Exception as error:
         raise EnvironmentFailed("template", f"{type(error).__name__}: {error}"[:600]) from error

@@ -57,18 +57,18 @@ class ResumingEpisodes:
         """Return a turn: recorded, drawn, or both. Raises EnvironmentFailed if its context is not the recorded one."""
         recorded = self.rows[request.uid]
         row = row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens)
-        known, count, is_complete = recorded.actions[request.first_draw :], 0, False
-        while count < len(known) and not is_complete:
-            is_complete = row.record_token(int(known[count]))
+        tokens, count, is_complete = recorded.actions[request.first_draw :], 0, False
+        while count < len(tokens) and not is_complete:
+            is_complete = row.record_token(int(tokens[count]))
             count += 1
         some = slice(request.first_draw, request.first_draw + count)
         columns = {name: values[some] for name, values in recorded.per_token.items()}
-        before = row.finished(aborted=not is_complete, drawn=(known[:count], columns))
+        before = row.finished(aborted=not is_complete, drawn=(tokens[:count], columns))
         before = replace(before, per_token={**before.per_token, **columns})
         if is_complete:
             return before
         if len(recorded.actions) and not recorded.drawn:
-            context = torch.cat([request.prompt, known])
+            context = torch.cat([request.prompt, tokens])
             if not torch.equal(context, recorded.sequence):
                 raise EnvironmentFailed(
                     "replay",
@@ -82,9 +82,9 @@ class ResumingEpisodes:
         most = min(rest.sampling.max_tokens, left)
         drawn = await self.engine.submit(replace(rest, sampling=replace(rest.sampling, max_tokens=most)))
         recorded.drawn += len(drawn.tokens)
-        whole = joined([before, drawn]) if count else drawn
+        response = joined([before, drawn]) if count else drawn
         is_cut = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == left < row.limit - count
-        return self._suspended(whole) if is_cut and recorded.budget is not None else whole
+        return self._suspended(response) if is_cut and recorded.budget is not None else response
 
     async def abort(self, uid: Uid) -> None:
         await self.engine.abort(uid)

@@ -29,29 +29,29 @@ ANSWER_BYTES = 1 << 20
 
 async def answer_of(session: HostSession, method: str, argument: Any) -> Message:
     """Return the answer to a request. Raises EnvironmentFailed if there is none."""
-    found = await session.answer_to(json.dumps({method: argument}).encode() + b"\n")
-    if "failure" in found:
-        raise EnvironmentFailed(found["failure"], str(found.get("detail")), killed=found.get("again") is True)
-    return found
+    answer = await session.answer_to(json.dumps({method: argument}).encode() + b"\n")
+    if "failure" in answer:
+        raise EnvironmentFailed(answer["failure"], str(answer.get("detail")), killed=answer.get("again") is True)
+    return answer
 
 
 class SandboxedEnvironment:
     """An environment whose methods are called in a process of its own."""
 
-    def __init__(self, session: HostSession, made: Message) -> None:
-        """Take the answer `made` of the process that made the environment.
+    def __init__(self, session: HostSession, answer: Message) -> None:
+        """Take the `answer` of the process that made the environment.
 
         Raises EnvironmentFailed if it lacks the tools.
         """
-        tools = made.get("tools")
+        tools = answer.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise EnvironmentFailed("result", f"`tools` must be a list of JSON schemas, not {str(tools)[:100]}")
-        self.tools, self._session, self._closes = tools, session, made.get("closes") is True
+        self.tools, self._session, self._closes = tools, session, answer.get("closes") is True
 
     async def reset(self, example: dict[str, Any]) -> Any:
         """Return the first context, any JSON value, or the observation of the role that begins."""
-        found = await answer_of(self._session, "reset", example)
-        return observation_of(found) if "policy" in found else found.get("context")
+        answer = await answer_of(self._session, "reset", example)
+        return observation_of(answer) if "policy" in answer else answer.get("context")
 
     async def step(self, text: str) -> Observation:
         return observation_of(await answer_of(self._session, "step", text))
@@ -65,16 +65,16 @@ class SandboxedEnvironment:
             self._session.close()
 
 
-def observation_of(found: Message) -> Observation:
+def observation_of(answer: Message) -> Observation:
     """Return an answer as an Observation. Raises EnvironmentFailed for an invalid answer."""
-    done, restart, correct = (found.get(name) for name in ("done", "restart", "correct"))
+    done, restart, correct = (answer.get(name) for name in ("done", "restart", "correct"))
     try:
         if not (isinstance(done, bool) and isinstance(restart, bool) and isinstance(correct, bool | None)):
             raise TypeError("it says neither yes nor no")
-        if isinstance(found["reward"], bool) or not isinstance(found["reward"], int | float):
+        if isinstance(answer["reward"], bool) or not isinstance(answer["reward"], int | float):
             raise TypeError("its reward is not a number")
-        policy, rewards = found.get("policy"), found.get("rewards", {})
-        return Observation(found.get("said", ""), float(found["reward"]), done, correct, restart, policy, rewards)
+        policy, rewards = answer.get("policy"), answer.get("rewards", {})
+        return Observation(answer.get("said", ""), float(answer["reward"]), done, correct, restart, policy, rewards)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFailed("result", f"its process gave an answer that is none: {error}") from error
 
@@ -125,21 +125,21 @@ class EnvironmentHosts:
         """Return the process that has imported an environment or agent; start it if it does not run."""
         settings, agent = self.settings, name.startswith(AGENTS)
         prefix = AGENT if name.startswith(AGENT) else ""
-        own = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
+        relative_name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
         with self._lock:
             if name not in self._hosts:
                 # The code is that of `module:name`, of `file.py:name`, or the first file in a server's command.
-                if own.startswith("mcp:"):
-                    words = map(Path, shlex.split(own.removeprefix("mcp:")))
+                if relative_name.startswith("mcp:"):
+                    words = map(Path, shlex.split(relative_name.removeprefix("mcp:")))
                     file = next((word.resolve() for word in words if word.is_file()), None)
                 else:
-                    file = source_of(own.removeprefix(prefix))
+                    file = source_of(relative_name.removeprefix(prefix))
                 hosted = HostedCode(
                     "environment",
                     "braidrl.agents.environments:answerer",
                     "rollout.environment",
                     settings,
-                    arguments={"name": own, "params": settings.params},
+                    arguments={"name": relative_name, "params": settings.params},
                     variables=settings.variables,
                     python=settings.python,
                     seconds=settings.timeout_s,
@@ -150,13 +150,12 @@ class EnvironmentHosts:
                 )
                 self._hosts[name] = CodeHost(hosted)
             host = self._hosts[name]
-        if found := host.load(None):
+        if failure := host.load(None):
             host.kill()
-            reason = f"{found['failure']}: {found['detail']}"
+            reason = f"{failure['failure']}: {failure['detail']}"
             raise UserError(
-                f"rollout.environment: {own} cannot be imported in its sandbox ({reason}); name variables that it "
-                "needs "
-                "in rollout.environment.variables, or write rollout.environment.sandbox=none"
+                f"rollout.environment: {relative_name} cannot be imported in its sandbox ({reason}); name "
+                "variables that it needs in rollout.environment.variables, or write rollout.environment.sandbox=none"
             )
         return host
 

@@ -59,7 +59,7 @@ class TurnStream:
 async def streamed(
     http: web.Request,
     dialect: ChatDialect,
-    asked: TurnRequest,
+    request: TurnRequest,
     begin: Callable[[], tuple[TurnStream, "asyncio.Future[TurnReply]"]],
 ) -> web.StreamResponse:
     """Stream the choices of a request, each as its tokens are drawn, with a keep-alive event every `WORD_EVERY_S`.
@@ -70,14 +70,14 @@ async def streamed(
     events: TurnEvents | None = None
     replies: list[TurnReply] = []
 
-    async def send(made: Iterable[str]) -> None:
-        for each in made:
+    async def send(events_to_send: Iterable[str]) -> None:
+        for each in events_to_send:
             if not answer.prepared:
                 await answer.prepare(http)
             await answer.write(each.encode())
 
     try:
-        for index in range(asked.choices):
+        for index in range(request.choices):
             stream, turn = begin()
             is_over = False
             while not is_over:
@@ -87,12 +87,12 @@ async def streamed(
                 is_over, has_drawn = turn.done(), stream.drawn.is_set()
                 has_piece = not is_over and stream.add_piece()
                 if events is None and (has_piece or (is_over and turn.exception() is None)):
-                    events = dialect.events(asked, stream.name, stream.context, stream.opened)
+                    events = dialect.events(request, stream.name, stream.context, stream.opened)
                     await send(events.begin())
                 if is_over and (error := turn.exception()) is not None:
                     if not answer.prepared:
                         raise error
-                    events = events or dialect.events(asked, stream.name, stream.context, stream.opened)
+                    events = events or dialect.events(request, stream.name, stream.context, stream.opened)
                     await send(events.failed(str(error)))
                     return answer
                 if is_over and events is not None:
@@ -111,4 +111,4 @@ async def streamed(
 
 def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
     """Return the first position from `begin` on at which a text has one of the stop texts; None if it has none."""
-    return min((place for stop in stops if (place := text.find(stop, begin)) >= 0), default=None)
+    return min((position for stop in stops if (position := text.find(stop, begin)) >= 0), default=None)

@@ -283,5 +283,5 @@ FORMATS = {
 def format_of(chat_template: str | None) -> ToolFormat:
     """Return the format that a chat template uses; Hermes' format if none is recognised."""
     template = chat_template or ""
-    formats = (known for known in FORMATS.values() if all(mark in template for mark in known.marks))
+    formats = (form for form in FORMATS.values() if all(mark in template for mark in form.marks))
     return next(formats, FORMATS["hermes"])

@@ -37,8 +37,8 @@ class ToolTurns(ABC):
         ids = map(CALL_ID.format, range(len(calls)))
         return Observation(
             [
-                {"role": "tool", "name": call.name, "tool_call_id": own, "content": result}
-                for call, own, result in zip(calls, ids, results, strict=True)
+                {"role": "tool", "name": call.name, "tool_call_id": call_id, "content": result}
+                for call, call_id, result in zip(calls, ids, results, strict=True)
             ]
         )
 
@@ -57,8 +57,8 @@ class ToolTurns(ABC):
         if call.fault is not None or call.arguments is None:
             return f"error: {call.fault}"
         try:
-            found = await self.call(call.name, call.arguments)
+            value = await self.call(call.name, call.arguments)
         # The model reads a tool's exception, and may correct its next call.
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"
-        return found if isinstance(found, str) else json.dumps(found)
+        return value if isinstance(value, str) else json.dumps(value)

@@ -175,7 +175,7 @@ class Trajectory:
         there is no room for a token; nothing was appended then, as after an error of the engine.
         """
         context = [*ids] if opens else [*self.sequence, *ids]
-        seen = [*images] if opens else [*self.sequence_images, *moved(images, len(context) - len(ids))]
+        spans = [*images] if opens else [*self.sequence_images, *moved(images, len(context) - len(ids))]
         room = max_sequence_tokens - len(context)
         if room < 1:
             raise UserError(
@@ -192,7 +192,7 @@ class Trajectory:
             stage,
             drawn,
             columns=columns,
-            images=tuple(seen),
+            images=tuple(spans),
             on_token=on_token,
             policy=policy,
         )
@@ -308,11 +308,11 @@ def turn_states(trajectory: Trajectory) -> list[int]:
     ends = [0, *(start + length for start, length in turns)]
     digests = []
     for end, start in zip(ends, trajectory.turn_starts, strict=False):
-        seen = hashlib.blake2b(array("q", trajectory.tokens[end:start]).tobytes(), digest_size=8)
+        hashed_context = hashlib.blake2b(array("q", trajectory.tokens[end:start]).tobytes(), digest_size=8)
         for span in trajectory.images:
             if end <= span.start < start:
-                seen.update(span.name.encode())
-        digests.append(seen.digest())
+                hashed_context.update(span.name.encode())
+        digests.append(hashed_context.digest())
     return [int.from_bytes(digest, "little", signed=True) for digest in digests]
 
 

@@ -61,33 +61,33 @@ class TurnTemplate:
         messages = self.kept(context)
         return self.expanded(self.template.encode(messages, tools), messages)
 
-    def kept(self, said: Context) -> Context:
+    def kept(self, context: Context) -> Context:
         """Return messages in the form for templates, with their images in the run's store.
 
         Raises UserError for a broken image, and for images that the model does not see.
         """
-        if isinstance(said, str):
-            return said
-        vision, messages = self.template.vision, [*map(normal_message, said)]
+        if isinstance(context, str):
+            return context
+        vision, messages = self.template.vision, [*map(normal_message, context)]
         if vision is None:
             if any(isinstance(message.get("content"), list) and message["content"] for message in messages):
                 raise UserError("a message has parts that are no text, and the model reads text; take one that sees")
             return messages
         try:
-            found: list[ChatMessage] = kept_messages(messages, vision.store, Path.cwd())
+            stored: list[ChatMessage] = kept_messages(messages, vision.store, Path.cwd())
         except BrokenImage as error:
             raise UserError(str(error)) from None
-        return found
+        return stored
 
     def expanded(self, ids: list[int], messages: Context) -> SeenIds:
         return SeenIds(*self.template.expand(ids, names_in(messages)))
 
-    def following(self, said: Context, last_token: int, tools: Tools = ()) -> SeenIds:
+    def following(self, context: Context, last_token: int, tools: Tools = ()) -> SeenIds:
         """Return the token ids from a turn's last token to the next turn.
 
         Raises UserError if the chat template refuses the messages.
         """
-        kept = self.kept(said)
+        kept = self.kept(context)
         messages = [{"role": "user", "content": kept}] if isinstance(kept, str) else kept
         if not self.template.is_chat:
             text = "\n\n".join(map(self.template.plain_text, messages))
@@ -118,14 +118,14 @@ class TurnTemplate:
                 parsed = reader.parse_response(ids, tools=list(tools), prompt_ids=self.template.encode("-", tools))
             except Exception as error:  # of any kind: a reader of calls may not allow what the model has written
                 return tagged([f"{type(error).__name__}: {error}"])
-            found = []
+            hermes_calls = []
             for call in parsed.tool_calls:
                 is_whole = isinstance(call.arguments, dict) and call.name
-                found.append(written(call.name, call.arguments) if is_whole else call.raw)
+                hermes_calls.append(written(call.name, call.arguments) if is_whole else call.raw)
             before = min((c.token_span[0] for c in parsed.tool_calls if c.token_span is not None), default=len(ids))
             # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
-            said = decode(ids[:before], skip_special_tokens=False).replace("<tool_call>", "<tool call>")
-            calls = tagged(found)
+            before_calls = decode(ids[:before], skip_special_tokens=False).replace("<tool_call>", "<tool call>")
+            calls = tagged(hermes_calls)
         elif re.search(r"<tool_call>\s*\{", plain):
             return plain  # most models write calls in Hermes' format; these stay unchanged
         else:
@@ -134,10 +134,10 @@ class TurnTemplate:
             rewritten = self._rewritten(decode(ids, skip_special_tokens=False), tools)
             if rewritten is None:
                 return plain
-            said, calls = rewritten
+            before_calls, calls = rewritten
         for number in hidden:
-            said = said.replace(special.get(number) or "\0", "")
-        return said + calls
+            before_calls = before_calls.replace(special.get(number) or "\0", "")
+        return before_calls + calls
 
     def _rewritten(self, text: str, tools: Tools) -> tuple[str, str] | None:
         """Return the text before a turn's calls, and the calls in Hermes' format; None if there are none."""
@@ -151,8 +151,8 @@ class TurnTemplate:
             message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
         except Exception as error:  # of whatever kind: the model has written what its own format does not allow
             return "", tagged([f"{type(error).__name__}: {error}"])
-        made = [call["function"] for call in message.get("tool_calls") or []]
-        calls = [written(str(each["name"]), each["arguments"]) for each in made]
+        functions = [call["function"] for call in message.get("tool_calls") or []]
+        calls = [written(str(each["name"]), each["arguments"]) for each in functions]
         return (message.get("content") or "", tagged(calls)) if calls else None
 
 
@@ -187,9 +187,9 @@ def exact_over_turns(template: "PromptTemplate", reader: Any) -> bool:
             rendered = template.apply([*messages[:turn], marked, *messages[turn + 1 : following]], tools, opens=True)
             calls, _, between = rendered.partition(MARK)[2].partition(closing)
             sampled, expected = template.encode_texts([f"{messages[turn]['content']}{calls}{closing}", between])
-            found = reader.bridge_to_next_turn(ids, sampled, messages[turn + 1 : following], tools=named)
+            bridged = reader.bridge_to_next_turn(ids, sampled, messages[turn + 1 : following], tools=named)
             ids = [*ids, *sampled, *expected]
-            if found is None or list(found.token_ids) != ids:
+            if bridged is None or list(bridged.token_ids) != ids:
                 return False
     return True
 
@@ -260,12 +260,14 @@ class Observation:
                 raise ValueError(f"the reward of a turn must be a finite number, got {reward}")
 
 
-def check_context(said: object) -> None:
+def check_context(context: object) -> None:
     """Raise TypeError for anything but text or messages."""
-    if isinstance(said, str):
+    if isinstance(context, str):
         return
-    if not isinstance(said, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in said):
-        raise TypeError(f"an environment says text or messages {{role, content}}, not {said!r}")
+    if not isinstance(context, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in context
+    ):
+        raise TypeError(f"an environment says text or messages {{role, content}}, not {context!r}")
 
 
 class EnvironmentFailed(Exception):

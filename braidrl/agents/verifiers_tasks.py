@@ -82,16 +82,16 @@ class TaskSets:
         Raises UserError if there is none.
         """
         try:
-            place = imported(name) if name.endswith(".py") else name
-            kind = env_config_type(place)
+            module = imported(name) if name.endswith(".py") else name
+            kind = env_config_type(module)
             roles = list(agent_config_fields(kind()))
             if len(roles) != 1:
                 raise ValueError(f"its environment has {len(roles)} agents, {', '.join(roles)}, and Braid plays one")
-            own = {role: {"harness": {"id": harness}} for role in roles}
-            self._environment = load_environment(kind.model_validate({"taskset": {"id": place, **settings}, **own}))
+            agents = {role: {"harness": {"id": harness}} for role in roles}
+            self._environment = load_environment(kind.model_validate({"taskset": {"id": module, **settings}, **agents}))
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())[:500]
-            raise UserError(f"environment verifiers:{name}: {type(error).__name__}: {said}") from error
+            reason = " ".join(str(error).split())[:500]
+            raise UserError(f"environment verifiers:{name}: {type(error).__name__}: {reason}") from error
         self._taskset = self._environment.taskset
         self._tasks = list(self._taskset) if self._taskset.bounded else None
         self._harness = harness
@@ -105,7 +105,7 @@ class TaskSets:
         )
         runtime = TrajectoryRuntime(vf.SubprocessConfig())
         agent, task, environment = TrajectoryAgent(config, runtime), self._task(example["group"]), self._environment
-        agents = Agents(environment.config, lambda name, given: agent)
+        agents = Agents(environment.config, lambda name, _: agent)
         await runtime.start()
         try:
             await environment.setup(agents)

@@ -255,13 +255,13 @@ class Deployment:
         key, roles = "rollout.shared_base", self.shared_base
         if self.config.rollout.shared_base and not roles:
             yield f"{key} is for roles that play together, by `policies` of a generate stage; remove it"
-        own = {role: settings_of(role, self.config) for role in roles}
-        for role, settings in own.items():
+        settings_by_role = {role: settings_of(role, self.config) for role in roles}
+        for role, settings in settings_by_role.items():
             if settings.lora is None or settings.lora.base_dtype is not None:
                 yield f"{key}: {role} has no adapters on weights of its dtype; write roles.{role}.lora, or remove {key}"
             if settings.lora is not None and settings.lora.expert_targets:
                 yield f"{key}: {role} adapts experts; remove it, or those lora.targets"
-            if settings.model != own[roles[0]].model:
+            if settings.model != settings_by_role[roles[0]].model:
                 yield f"{key}: {role} and {roles[0]} have other models; write one for both, or remove {key}"
         for role in roles:
             if role not in self.flow.trained_roles:
@@ -310,7 +310,7 @@ class Deployment:
             # Each process has a device of its own, unless the machine has only one.
             return "collective" if way or available > 1 else None
         devices = own_devices(available, self.engines.count, self.engines.ranks_per_node)
-        shared = any(set(own) & set(devices.every[:1]) for own in devices.engines)
+        shared = any(set(devices_of_engine) & set(devices.every[:1]) for devices_of_engine in devices.engines)
         if way and shared:
             raise UserError(
                 "rollout.weights=collective: NCCL needs a CUDA device for each process, and an engine shares the "
@@ -349,7 +349,7 @@ class Deployment:
         """
         config, trained = self.config, flow.trained_roles
         infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
-        for role in (role for role, own in config.roles.items() if own.inference_layout):
+        for role in (role for role, role_config in config.roles.items() if role_config.inference_layout):
             if role not in trained:
                 yield f"roles.{role}.inference_layout: {flow.name} does not train {role}; write roles.{role}.layout"
             if role not in infer:

@@ -56,8 +56,8 @@ def drawn(request: Request, **settings: Any) -> Request:
     return replace(request, sampling=replace(request.sampling, **settings))
 
 
-async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
-    return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
+async def all_of(engine: Engine, to_submit: Sequence[Request]) -> list[Response]:
+    return list(await asyncio.gather(*(engine.submit(request) for request in to_submit)))
 
 
 async def under_way(
@@ -77,8 +77,8 @@ async def under_way(
 
 
 async def every_request_is_answered_once_with_what_it_asked_for(subject: EngineUnderTest) -> None:
-    engine, wanted = subject.make(), requests(subject, 10)
-    for request, finished in zip(wanted, await all_of(engine, wanted), strict=True):
+    engine, submitted = subject.make(), requests(subject, 10)
+    for request, finished in zip(submitted, await all_of(engine, submitted), strict=True):
         assert finished.uid == request.uid
         assert len(finished.tokens) == len(finished.log_probs) == len(finished.versions) == 12
         assert finished.tokens.dtype == finished.versions.dtype == torch.int64
@@ -88,32 +88,34 @@ async def every_request_is_answered_once_with_what_it_asked_for(subject: EngineU
 
 
 async def log_probs_are_those_of_training(subject: EngineUnderTest) -> None:
-    engine, wanted = subject.make(), requests(subject, 8)
-    wanted = [drawn(request, temperature=0.7, top_p=0.8) if i % 2 else request for i, request in enumerate(wanted)]
-    finished = await all_of(engine, wanted)
-    for response, expected in zip(finished, subject.training_log_probs(wanted, finished), strict=True):
+    engine, submitted = subject.make(), requests(subject, 8)
+    submitted = [
+        drawn(request, temperature=0.7, top_p=0.8) if i % 2 else request for i, request in enumerate(submitted)
+    ]
+    finished = await all_of(engine, submitted)
+    for response, expected in zip(finished, subject.training_log_probs(submitted, finished), strict=True):
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
 
 
 async def a_later_turn_has_the_log_probs_of_training(subject: EngineUnderTest) -> None:
     """Check the log-probs of a later turn, also where an engine caches the turns before."""
     engine, (request, *_), generator = subject.make(), requests(subject, 1), torch.Generator().manual_seed(8)
-    said = torch.randint(0, subject.vocabulary, (2 * subject.max_sequence_tokens // 3,), generator=generator)
+    prompt = torch.randint(0, subject.vocabulary, (2 * subject.max_sequence_tokens // 3,), generator=generator)
     observed = torch.randint(0, subject.vocabulary, (3,), generator=generator)
-    first = replace(request, prompt=said)
+    first = replace(request, prompt=prompt)
     turn = await engine.submit(first)
-    later = replace(first, prompt=torch.cat([said, turn.tokens, observed]), first_draw=len(turn.tokens))
+    later = replace(first, prompt=torch.cat([prompt, turn.tokens, observed]), first_draw=len(turn.tokens))
     finished = [turn, await engine.submit(later)]
     for response, expected in zip(finished, subject.training_log_probs([first, later], finished), strict=True):
         torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
 
 
 async def a_rows_tokens_depend_on_the_row_alone(subject: EngineUnderTest) -> None:
-    wanted = requests(subject, 9)
-    together = await all_of(subject.make(), wanted)
-    backwards = await all_of(subject.make(), wanted[::-1])
+    submitted = requests(subject, 9)
+    together = await all_of(subject.make(), submitted)
+    backwards = await all_of(subject.make(), submitted[::-1])
     engine = subject.make()
-    alone = [await engine.submit(request) for request in wanted[:3]]
+    alone = [await engine.submit(request) for request in submitted[:3]]
     assert [r.tokens.tolist() for r in together] == [r.tokens.tolist() for r in backwards[::-1]]
     assert [r.tokens.tolist() for r in together[:3]] == [r.tokens.tolist() for r in alone]
     assert together[0].tokens.tolist() != together[1].tokens.tolist(), "samples of a group differ"
@@ -121,11 +123,11 @@ async def a_rows_tokens_depend_on_the_row_alone(subject: EngineUnderTest) -> Non
 
 async def a_row_goes_on_where_its_earlier_draws_ended(subject: EngineUnderTest) -> None:
     engine, (request, *_) = subject.make(), requests(subject, 1)
-    whole = await engine.submit(request)
+    complete = await engine.submit(request)
     started = await engine.submit(drawn(request, max_tokens=5))
     longer = replace(request, prompt=torch.cat([request.prompt, started.tokens]), first_draw=5)
     rest = await engine.submit(drawn(longer, max_tokens=7))
-    assert torch.cat([started.tokens, rest.tokens]).tolist() == whole.tokens.tolist()
+    assert torch.cat([started.tokens, rest.tokens]).tolist() == complete.tokens.tolist()
 
 
 async def stop_tokens_end_a_row_and_belong_to_it(subject: EngineUnderTest) -> None:
@@ -146,10 +148,10 @@ async def a_request_without_room_is_refused_and_harms_no_other(subject: EngineUn
 
 
 async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
-    engine, (request, other, *_) = subject.make(), requests(subject, 2)
+    engine, (request, short, *_) = subject.make(), requests(subject, 2)
     endless = drawn(request, max_tokens=subject.long)
     free = await engine.submit(endless)
-    beside = asyncio.ensure_future(engine.submit(other))
+    beside = asyncio.ensure_future(engine.submit(short))
     # On a busy machine a row may end before it is aborted.
     for _ in range(100):
         task = await under_way(engine, endless)
@@ -202,7 +204,7 @@ async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> No
 
 
 async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnderTest) -> None:
-    engine, (request, other, *_) = subject.make(), requests(subject, 2)
+    engine, (request, short, *_) = subject.make(), requests(subject, 2)
     endless = drawn(request, max_tokens=subject.long)
     # On a busy machine a row may end before the engine is asked to sleep.
     for _ in range(100):
@@ -217,7 +219,7 @@ async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnd
         raise AssertionError("the engine slept with a row under way")
     first = await task
     await engine.sleep()
-    waiting = asyncio.ensure_future(engine.submit(other))
+    waiting = asyncio.ensure_future(engine.submit(short))
     await asyncio.sleep(0.02)
     assert not waiting.done()
     await engine.wake()

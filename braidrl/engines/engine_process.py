@@ -387,8 +387,8 @@ async def serve(connection: socket.socket) -> None:
                 writer.write(framed(EngineReply(start.id)))
                 await reader.read()
             return
-        made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
-        engine: ServedEngine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
+        created: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
+        engine: ServedEngine = EngineReplica(created) if isinstance(created, SteppingEngine) else created
         await engine.start()
     except (UserError, EngineError) as error:
         writer.write(framed(EngineReply.of(start.id, error)))
@@ -435,11 +435,11 @@ async def execute(engine: ServedEngine, call: EngineCall, say: Callable[[EngineR
         arguments = [call.uid]
     elif call.method == "update_weights":
         notice = call.notice
-        given: WeightSource | None = None if notice is None else Incoming(notice, 0, current_device(notice.cuda))
+        source: WeightSource | None = None if notice is None else Incoming(notice, 0, current_device(notice.cuda))
         if call.path is not None:
-            given = WeightFile(call.path)
-        if call.policy is not None and given is not None:
-            given = PolicyWeights(call.policy, given)
-        arguments = [call.version, given]
-    found: Response | int | None = await getattr(engine, call.method)(*arguments)
-    return found
+            source = WeightFile(call.path)
+        if call.policy is not None and source is not None:
+            source = PolicyWeights(call.policy, source)
+        arguments = [call.version, source]
+    result: Response | int | None = await getattr(engine, call.method)(*arguments)
+    return result

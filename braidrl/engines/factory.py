@@ -80,22 +80,26 @@ def start_engine(
     if shared and worker is None and not deployment.mode.concurrent:
         raise UserError(f"rollout.shared_base: {role} generates in another pool than it trains in; remove it")
     if adapters_sent(worker, config):
-        every = [lora.rank for one in shared or (role,) if (lora := settings_of(one, config).lora) is not None]
+        every = [lora.rank for policy in shared or (role,) if (lora := settings_of(policy, config).lora) is not None]
         room = min(rank for rank in LORA_RANKS if rank >= max(every))
-        own = {"enable_lora": True, "max_loras": len(every), "max_lora_rank": room}
-        spec = replace(spec, options={**own, **spec.options})
+        adapter_options = {"enable_lora": True, "max_loras": len(every), "max_lora_rank": room}
+        spec = replace(spec, options={**adapter_options, **spec.options})
     if engines.home == "servers":
         return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens, beside)
     if engines.hosts_vllm or engines.pools_ranks:
         return spmd_engine(spec, role, ranks, worker, deployment, tokenizer)
     if engines.apart:
-        if (known := next((started[one] for one in shared if one in started), None)) is not None:
-            return known
+        if (running := next((started[policy] for policy in shared if policy in started), None)) is not None:
+            return running
         return EngineService(engines_of(role, ranks, spec, deployment), limit_s, beside=beside)
     if rollout.engine != "embedded":
         # A user's engine in this process.
-        made: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
-        return made if isinstance(made, SteppingEngine) else EngineService([made], limit_s, beside=beside)
+        users_engine: SteppingEngine | ServedEngine = ENGINES.make(spec.kind, spec)
+        return (
+            users_engine
+            if isinstance(users_engine, SteppingEngine)
+            else EngineService([users_engine], limit_s, beside=beside)
+        )
     if shared:
         trainer = None if worker is None else torch_worker(worker)
         return shared_engine(role, trainer, deployment, spec, tokenizer, started)
@@ -126,7 +130,7 @@ def shared_engine(
     The frozen weights of all these roles and of the engine are the same tensors. Raises UserError for a model that the
     engine cannot compute with several adapters.
     """
-    known = next((started[other] for other in deployment.shared_base if other in started), None)
+    engine = next((started[policy] for policy in deployment.shared_base if policy in started), None)
     dtype, seed = getattr(torch, spec.dtype), deployment.config.seed
     if worker is not None and worker.ranks.is_sharded:
         raise UserError(f"rollout.shared_base: ranks shard the weights of {role}; remove it, or write shard=none")
@@ -135,18 +139,18 @@ def shared_engine(
         lora = settings_of(role, deployment.config).lora
         assert lora is not None, "the deployment refuses roles without adapters"
         with_adapters(trained, lora, seed)
-    if known is None:
+    if engine is None:
         model = load_decoder(spec.model, dtype, spec.device).requires_grad_(False).eval()
         if plan_of_model(model) != PACKED:
             raise UserError(f"rollout.shared_base: {spec.model} does not compute packed rows; remove it")
         share_weights(model, trained)
         size, adapters = spec.max_sequence_tokens, PolicyAdapters(model)
-        known = EmbeddedEngine(model, tokenizer, Decoding(spec.slots, size, seed, **spec.options), adapters=adapters)
-    assert isinstance(known, EmbeddedEngine) and known.adapters is not None
+        engine = EmbeddedEngine(model, tokenizer, Decoding(spec.slots, size, seed, **spec.options), adapters=adapters)
+    assert isinstance(engine, EmbeddedEngine) and engine.adapters is not None
     # Compiled decoding has moved some of the base's tensors together.
-    share_weights(trained, known.model)
-    known.adapters.add(role, trained)
-    return known
+    share_weights(trained, engine.model)
+    engine.adapters.add(role, trained)
+    return engine
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Deployment) -> list[EngineProcess]:
@@ -158,8 +162,8 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Dep
     config, count, available = deployment.config, deployment.engines.count, device_count(spec.device)
     specs = [spec] * count
     if available is not None:
-        own = own_devices(available, count, deployment.engines.ranks_per_node).engines
-        specs = [replace(spec, devices=devices) for devices in own]
+        shares = own_devices(available, count, deployment.engines.ranks_per_node).engines
+        specs = [replace(spec, devices=devices) for devices in shares]
     spanning, python, limit_s = None, config.rollout.python, config.cluster.wait_limit_s
     engines = []
     for number, each in enumerate(specs):
@@ -255,8 +259,8 @@ def file_writer(parts: Mapping[str, WeightPart], ranks: Ranks, config: Config) -
 def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
     """Return the settings of a role's engine, as plain data that is sent to its process."""
     config, engines = deployment.config, deployment.engines
-    rollout, own, longest = config.rollout, settings_of(role, config), config.max_sequence_tokens
-    path, dtype = own.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else own.dtype
+    rollout, settings, longest = config.rollout, settings_of(role, config), config.max_sequence_tokens
+    path, dtype = settings.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else settings.dtype
     longest = min(longest, most_positions(read_model_config(path).get_text_config().to_dict()) or longest)
     processes = max(1, engines.count) * engines.ranks_per_node
     embedded = {"compile": rollout.compile, "speculation": rollout.speculation}
@@ -278,7 +282,7 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
         reproducible=rollout.is_reproducible,
         adapts_rows=rollout.slots == "auto",
         images=config.data.images.model_dump(mode="json") if load_vision(path, config.data.images) else None,
-        train_vision=own.trains_vision,
+        train_vision=settings.trains_vision,
     )
 
 
@@ -316,20 +320,20 @@ def spmd_engine(
             raise UserError(
                 f"rollout.engines=0: {sys.executable} cannot import vLLM ({error}); see docs/engines.md"
             ) from error
-        made: SteppingEngine = HostedVllmEngine(spec, tokenizer, groups if group is not None else None, group)
+        engine: SteppingEngine = HostedVllmEngine(spec, tokenizer, groups if group is not None else None, group)
     else:
         assert group is not None
         tensor, pipeline = join_generation_groups(groups)
         model, slices = load_for_decoding(Path(spec.model), getattr(torch, spec.dtype), spec.device, tensor, pipeline)
-        made = EmbeddedEngine(
+        engine = EmbeddedEngine(
             model,
             tokenizer,
             Decoding(spec.slots, spec.max_sequence_tokens, config.seed, compile=rollout.compile),
             DecodingRanks(slices=slices, pipeline=pipeline, group=group),
         )
     if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
-        made.take_turns(worker.weights, training, worker.ranks, layout)
-    return made
+        engine.take_turns(worker.weights, training, worker.ranks, layout)
+    return engine
 
 
 def with_nodes(deployment: Deployment, devices_of_node: int | None) -> Config:
@@ -369,8 +373,8 @@ def reach_servers(
             f"rollout.servers: {len(rollout.servers.urls)} for {ranks.size} ranks that generate; name one for each, "
             "or more"
         )
-    own, sent = settings_of(role, config), rollout.servers.weights == "network"
-    model = own.model.expanduser()
+    settings, sent = settings_of(role, config), rollout.servers.weights == "network"
+    model = settings.model.expanduser()
     needs = ServerNeeds(
         longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline, receives=sent
     )
@@ -390,7 +394,7 @@ def reach_servers(
     )
     service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, spec.store, beside)
     # A server may still have the weights of an earlier run.
-    service.publish(0, ModelWeights(load_decoder(model, own.dtype, torch.device("cpu"))))
+    service.publish(0, ModelWeights(load_decoder(model, settings.dtype, torch.device("cpu"))))
     if failures := list(service.router.failures.values()):
         service.close()
         raise UserError(f"rollout.servers: {failures[0]}")

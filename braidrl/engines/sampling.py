@@ -36,23 +36,23 @@ class BatchSampling:
 
     def of(self, rows: Tensor) -> "BatchSampling":
         """Return the settings for tokens of these rows, (N,)."""
-        given = (self.temperature, self.greedy, self.top_k, self.top_p)
-        temperature, greedy, top_k, top_p = (None if setting is None else setting[rows] for setting in given)
+        settings = (self.temperature, self.greedy, self.top_k, self.top_p)
+        temperature, greedy, top_k, top_p = (None if setting is None else setting[rows] for setting in settings)
         return BatchSampling(temperature, greedy, top_k, top_p, self.most)
 
 
-def batch_sampling(asked: Sequence[SamplingParams], device: torch.device | str) -> BatchSampling:
+def batch_sampling(rows: Sequence[SamplingParams], device: torch.device | str) -> BatchSampling:
     """Return the settings of B rows as tensors on the device; a setting that no row uses is None."""
 
     def tensor(values: Iterable[Any], used: bool, dtype: torch.dtype) -> Tensor | None:
         return torch.tensor(list(values), dtype=dtype, device=device) if used else None
 
     return BatchSampling(
-        tensor((s.log_prob_temperature for s in asked), any(s.log_prob_temperature != 1 for s in asked), torch.float64),
-        tensor((s.takes_likeliest for s in asked), any(s.takes_likeliest for s in asked), torch.bool),
-        tensor((s.top_k for s in asked), any(s.top_k for s in asked), torch.int64),
-        tensor((s.top_p for s in asked), any(s.top_p < 1 for s in asked), torch.float64),
-        max((s.top_k for s in asked), default=0),
+        tensor((s.log_prob_temperature for s in rows), any(s.log_prob_temperature != 1 for s in rows), torch.float64),
+        tensor((s.takes_likeliest for s in rows), any(s.takes_likeliest for s in rows), torch.bool),
+        tensor((s.top_k for s in rows), any(s.top_k for s in rows), torch.int64),
+        tensor((s.top_p for s in rows), any(s.top_p < 1 for s in rows), torch.float64),
+        max((s.top_k for s in rows), default=0),
     )
 
 
@@ -75,10 +75,10 @@ def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[T
     if sampling.top_p is not None:
         # Keep the smallest set of likeliest tokens that holds the share `top_p` of the weight that top-k leaves.
         everything = (sampling.top_p >= 1)[:, None]
-        wanted = sampling.top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
+        least_weight = sampling.top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
         for width in (NUCLEUS, weights.shape[-1]):
             values = weights.topk(min(width, weights.shape[-1]), dim=-1).values
-            short = values.cumsum(-1, dtype=torch.float64) < wanted
+            short = values.cumsum(-1, dtype=torch.float64) < least_weight
             if not bool((short[:, -1:] & ~everything).any()):
                 break
         last = short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
@@ -92,10 +92,10 @@ def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[T
 
 def scaled(logits: Tensor, sampling: BatchSampling) -> Tensor:
     """Divide logits (B, V) by the rows' temperatures, in at least float32; float32 and float64 are overwritten."""
-    found = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    logits_of_rows = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     if sampling.temperature is not None:
-        found = found.div_(sampling.temperature.to(found.dtype)[:, None])
-    return found
+        logits_of_rows = logits_of_rows.div_(sampling.temperature.to(logits_of_rows.dtype)[:, None])
+    return logits_of_rows
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1:]
     # Below the total even if the product rounds up to it, so that the entry found has a weight.
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulative, target, right=True)
-    upper = cumulative.gather(-1, found)
-    lower = cumulative.gather(-1, (found - 1).clamp(min=0)).masked_fill(found == 0, 0.0)
-    return found[:, 0], ((target - lower) / (upper - lower))[:, 0]
+    entry = torch.searchsorted(cumulative, target, right=True)
+    upper = cumulative.gather(-1, entry)
+    lower = cumulative.gather(-1, (entry - 1).clamp(min=0)).masked_fill(entry == 0, 0.0)
+    return entry[:, 0], ((target - lower) / (upper - lower))[:, 0]

@@ -174,9 +174,9 @@ class SteppingEngine(ABC):
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
-        own, ranks = list(requests), Ranks(self.group)
-        uids = [request.uid for request in own]
-        of_all = ranks.all_gather("requests", (changes is not None, own), tuple[bool, list[Request]])
+        local, ranks = list(requests), Ranks(self.group)
+        uids = [request.uid for request in local]
+        of_all = ranks.all_gather("requests", (changes is not None, local), tuple[bool, list[Request]])
         # Ranks that decode together ask one another only if some rank has changes, and not after each step.
         more = may_change = any(asks for asks, _ in of_all)
         every, steps = 1 if ranks.size == 1 else CHANGES_EVERY, 0
@@ -359,24 +359,24 @@ class EngineReplica:
 
         All these ranks call this again and again. Return whether all ranks are done, and whether a step was made.
         """
-        engine, asked, leaving = self.engine, self._asked, self._leaving
+        engine, waiting, leaving = self.engine, self._asked, self._leaving
         self._asked, self._leaving = [], []
         # Calls for each token stay here.
-        sent = [replace(request, on_token=None) for request, _ in asked]
+        sent = [replace(request, on_token=None) for request, _ in waiting]
         ranks = Ranks(engine.group)
         of_ranks = ranks.all_gather("rows", (is_done, sent, leaving), tuple[bool, list[Request], list[Uid]])
         for rank, (_, requests, _) in enumerate(of_ranks):
             for number, request in enumerate(requests):
-                own = asked[number] if rank == ranks.rank else None
+                local = waiting[number] if rank == ranks.rank else None
                 try:
-                    engine.add(request if own is None else own[0])
+                    engine.add(request if local is None else local[0])
                 except UserError as error:
                     # All ranks refuse the row alike.
-                    if own is not None:
-                        own[1](request.uid, error)
+                    if local is not None:
+                        local[1](request.uid, error)
                 else:
-                    if own is not None:
-                        self._ended[request.uid] = own[1]
+                    if local is not None:
+                        self._ended[request.uid] = local[1]
         for uid in (uid for _, _, uids in of_ranks for uid in uids if engine.has(uid)):
             self._answer_own(engine.abort(uid))
         steps = engine.has()

@@ -45,10 +45,10 @@ def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding
             words = {str(n): n for n in range(twins[0].config.get_text_config().vocab_size)}
             tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
             PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1").save_pretrained(folder)
-            found = asyncio.run(drawn(folder, models, prompts, python))
+            versions_drawn = asyncio.run(drawn(folder, models, prompts, python))
         gaps = []
-        for model, responses in zip(models, found, strict=True):
-            rows = [torch.cat([prompt, own.tokens]) for prompt, own in zip(prompts, responses, strict=True)]
+        for model, responses in zip(models, versions_drawn, strict=True):
+            rows = [torch.cat([prompt, answer.tokens]) for prompt, answer in zip(prompts, responses, strict=True)]
             with torch.no_grad():
                 expected = [each[-TOKENS:] for each in packed_log_probs(model, rows)]
             gaps.append(distance([response.log_probs for response in responses], expected))
@@ -62,14 +62,14 @@ async def drawn(folder: str, versions: list[Any], prompts: list[Tensor], python:
     longest = max(map(len, prompts)) + TOKENS
     engine = EngineProcess(EngineSpec("vllm", folder, len(prompts), longest), "vLLM", python, LIMIT_S)
     sampling = SamplingParams(max_tokens=TOKENS, ends=False)
-    wanted = [Request((0, number, 0), prompt, sampling) for number, prompt in enumerate(prompts)]
-    found = []
+    to_draw = [Request((0, number, 0), prompt, sampling) for number, prompt in enumerate(prompts)]
+    by_version = []
     try:
         await engine.start()
         for version, model in enumerate(versions):
             if version:
                 await engine.update_weights(version, ModelWeights(model))
-            found.append(await asyncio.gather(*map(engine.submit, wanted)))
+            by_version.append(await asyncio.gather(*map(engine.submit, to_draw)))
     finally:
         await engine.close()
-    return found
+    return by_version

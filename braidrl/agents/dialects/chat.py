@@ -64,8 +64,8 @@ def read(body: Json) -> TurnRequest:
 
 def is_image(part: Json) -> bool:
     """Return whether a part of a message is an image as a data: URI; a client names no files of this machine."""
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, dict) else given
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
     return part.get("type") == "image_url" and isinstance(url, str) and url.startswith("data:")
 
 
@@ -110,8 +110,8 @@ class ChatEvents(TurnEvents):
 
     def over(self, replies: Sequence[TurnReply]) -> Iterator[str]:
         if self.request.counts:
-            made = completion(self.request, self.name, "chat.completion.chunk", [])
-            yield event({**made, "usage": usage(replies)})
+            chunk = completion(self.request, self.name, "chat.completion.chunk", [])
+            yield event({**chunk, "usage": usage(replies)})
         yield DONE
 
     def chunk(self, index: int, delta: Mapping[str, Any], reason: str | None = None) -> str:

@@ -39,22 +39,22 @@ def read(body: Json) -> TurnRequest:
     )
 
 
-def read_prompt(given: Any) -> str | list[int]:
+def read_prompt(value: Any) -> str | list[int]:
     """Return the one prompt of a request, which may stand in a list."""
-    prompt = given[0] if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list) else given
+    prompt = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
-    raise UserError(f"prompt must be one text or one list of token ids, and not empty; got {shown(given)}")
+    raise UserError(f"prompt must be one text or one list of token ids, and not empty; got {shown(value)}")
 
 
 def choice(request: TurnRequest, index: int, text: str, reply: TurnReply | None) -> dict[str, Any]:
     """Return a choice, whole if it has its reply."""
-    made: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reply and reply.reason}
+    fields: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reply and reply.reason}
     if request.shows_tokens and reply is not None:
-        made |= {"token_ids": list(reply.tokens), "prompt_token_ids": list(reply.context), "stop_reason": reply.stop}
-    return made
+        fields |= {"token_ids": list(reply.tokens), "prompt_token_ids": list(reply.context), "stop_reason": reply.stop}
+    return fields
 
 
 def answer(request: TurnRequest, replies: Sequence[TurnReply]) -> Json:

@@ -134,8 +134,10 @@ def message_of(text: str, with_tools: bool) -> ChatMessage:
     calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
     if not calls:
         return {"role": "assistant", "content": text}
-    made = [call_of(CALL_ID.format(number), call.name, json.dumps(call.arguments)) for number, call in enumerate(calls)]
-    return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip() or None, "tool_calls": made}
+    tool_calls = [
+        call_of(CALL_ID.format(number), call.name, json.dumps(call.arguments)) for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip() or None, "tool_calls": tool_calls}
 
 
 def call_of(name_of_call: str, name: str, arguments: str) -> dict[str, Any]:
@@ -184,11 +186,11 @@ def whole_number(name: str, value: Any) -> int:
 
 def read_stops(body: Json, name: str) -> tuple[str, ...]:
     """Return the stop texts of a field: none, one text, or a list."""
-    given = body.get(name)
-    stops = [] if given is None else [given] if isinstance(given, str) else given
+    value = body.get(name)
+    stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         some = f"a list of up to {MOST_STOPS} such"
-        raise UserError(f"{name} must be a text that is not empty, or {some}, not {shown(given)}")
+        raise UserError(f"{name} must be a text that is not empty, or {some}, not {shown(value)}")
     if any(len(each) > MOST_STOP_CHARACTERS for each in stops):
         raise UserError(f"a text of {name} has at most {MOST_STOP_CHARACTERS} characters")
     return tuple(stops)
@@ -209,10 +211,10 @@ def refuse(body: Json, unsupported: Sequence[str], usual: Mapping[str, Any] | No
 
 def read_objects(body: Json, name: str) -> list[dict[str, Any]]:
     """Return a list of objects, empty if there is none."""
-    found = body.get(name) or []
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    objects = body.get(name) or []
+    if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
         raise UserError(f"`{name}` must be a list of {'functions' if name == 'tools' else 'objects'}")
-    return found
+    return objects
 
 
 # Reasoning, which some APIs answer apart from the text. Clients return both, and joined they are the model's text.
@@ -238,17 +240,17 @@ def split_reasoning(text: str, opened: bool, is_over: bool = True) -> Reasoning:
     if not opened and not text.startswith(THINK):
         is_tag = not is_over and THINK.startswith(text)
         return Reasoning(None, "" if is_tag else text)
-    thought, end, said = text.removeprefix(before).partition(END_OF_THINKING)
+    thought, end, rest = text.removeprefix(before).partition(END_OF_THINKING)
     if not end and not is_over:
         held = next((n for n in range(len(END_OF_THINKING) - 1, 0, -1) if thought.endswith(END_OF_THINKING[:n])), 0)
         thought = thought[: len(thought) - held]
-    return Reasoning(thought, said, f"{SIGNATURE}{before}{end}")
+    return Reasoning(thought, rest, f"{SIGNATURE}{before}{end}")
 
 
 def joined(thought: str, signature: Any) -> str:
     """Return the text of a reasoning block, with the tags that its signature names."""
-    known = isinstance(signature, str) and signature.startswith(SIGNATURE)
-    tags = signature.removeprefix(SIGNATURE) if known else THINK + END_OF_THINKING
+    is_ours = isinstance(signature, str) and signature.startswith(SIGNATURE)
+    tags = signature.removeprefix(SIGNATURE) if is_ours else THINK + END_OF_THINKING
     opening, closing = THINK * tags.startswith(THINK), END_OF_THINKING * tags.endswith(END_OF_THINKING)
     return f"{opening}{thought}{closing}"
 

@@ -45,8 +45,8 @@ ERRORS = {
 
 def read(body: Json) -> TurnRequest:
     """Read a request. Raises UserError for unsupported fields, and for blocks that are not text, thinking or tools."""
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
         raise UserError("`messages` must be a list of {role, content}")
     refuse(body, UNSUPPORTED)
     choice = body.get("tool_choice") or {"type": "auto"}
@@ -59,7 +59,7 @@ def read(body: Json) -> TurnRequest:
         tools.append(function_of(tool.get("name"), tool.get("description"), tool.get("input_schema")))
     system = [{"role": "system", "content": texts("system", body["system"])}] if body.get("system") else []
     return TurnRequest(
-        [*system, *(said for message in given for said in read_message(message))],
+        [*system, *(m for message in messages for m in read_message(message))],
         tools,
         read_limit(body, "max_tokens"),
         read_stops(body, "stop_sequences"),
@@ -68,14 +68,14 @@ def read(body: Json) -> TurnRequest:
     )
 
 
-def texts(place: str, content: Any) -> str:
+def texts(field: str, content: Any) -> str:
     """Return a text, or the texts of blocks of text, joined."""
     if isinstance(content, str):
         return content
     blocks = content if isinstance(content, list) else [content]
     for block in blocks:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise UserError(f"{place} is text, or a list of {{type: text, text}}, not {shown(block)}")
+            raise UserError(f"{field} is text, or a list of {{type: text, text}}, not {shown(block)}")
     return "".join(block["text"] for block in blocks)
 
 
@@ -93,49 +93,49 @@ def read_message(message: Any) -> list[ChatMessage]:
 
 def read_turn(blocks: Sequence[Json]) -> ChatMessage:
     """Return the assistant's message, with the model's text as it was written."""
-    said, calls = "", []
+    text, calls = "", []
     for block in blocks:
         match block.get("type"):
             case "thinking" if isinstance(block.get("thinking"), str):
-                said += joined(block["thinking"], block.get("signature"))
+                text += joined(block["thinking"], block.get("signature"))
             case "tool_use" if isinstance(block.get("input", {}), dict):
                 arguments = json.dumps(block.get("input", {}))
                 calls.append(call_of(str(block.get("id")), str(block.get("name")), arguments))
             case _:
-                said += texts("a block of an assistant's message", block)
+                text += texts("a block of an assistant's message", block)
     return (
-        {"role": "assistant", "content": said or None, "tool_calls": calls}
+        {"role": "assistant", "content": text or None, "tool_calls": calls}
         if calls
         else {
             "role": "assistant",
-            "content": said,
+            "content": text,
         }
     )
 
 
 def read_blocks(role: str, blocks: Sequence[Json]) -> list[ChatMessage]:
     """Return a message for each result of a tool, and one for the texts around them."""
-    made: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     for block in blocks:
         if block.get("type") == "tool_result":
             result = texts("the content of a tool_result", block.get("content") or "")
             result = f"error: {result}" if block.get("is_error") else result
-            made.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
-        elif made and made[-1]["role"] == role:
-            made[-1]["content"] += texts("a block of a message", block)
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+        elif messages and messages[-1]["role"] == role:
+            messages[-1]["content"] += texts("a block of a message", block)
         else:
-            made.append({"role": role, "content": texts("a block of a message", block)})
-    return made
+            messages.append({"role": role, "content": texts("a block of a message", block)})
+    return messages
 
 
 def blocks_of(reply: TurnReply) -> list[dict[str, Any]]:
     """Return the content of an answer."""
-    parts, made = split_reasoning(reply.text, reply.opened), []
+    parts, content = split_reasoning(reply.text, reply.opened), []
     if parts.thought is not None:
-        made.append({"type": "thinking", "thinking": parts.thought, "signature": parts.signature})
+        content.append({"type": "thinking", "thinking": parts.thought, "signature": parts.signature})
     if parts.said:
-        made.append({"type": "text", "text": parts.said})
-    return [*made, *map(tool_use, reply.message.get("tool_calls", []))]
+        content.append({"type": "text", "text": parts.said})
+    return [*content, *map(tool_use, reply.message.get("tool_calls", []))]
 
 
 def tool_use(call: Json) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def read(body: Json) -> TurnRequest:
     """Read a request. Raises UserError for unsupported fields, items and tools."""
     refuse(body, UNSUPPORTED, USUAL)
     refuse(body.get("text") or {}, (), {"format": {"type": "text"}})
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) and given else given
+    content = body.get("input")
+    items = [{"role": "user", "content": content}] if isinstance(content, str) and content else content
     if not isinstance(items, list) or not items:
         raise UserError("`input` must be a text or a list of items, and not empty")
     tools = []
@@ -59,43 +59,43 @@ def read(body: Json) -> TurnRequest:
 
 def read_items(items: Sequence[Any]) -> list[ChatMessage]:
     """Return items as messages in OpenAI's form; a thought, a text and calls that follow each other are one message."""
-    made: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     thinks = False  # the last message has only a thought
     for item in items:
         if not isinstance(item, dict):
             raise UserError(f"an item of `input` is an object, not {shown(item)}")
-        is_turn = bool(made) and made[-1]["role"] == "assistant"
+        is_turn = bool(messages) and messages[-1]["role"] == "assistant"
         kind = item.get("type", "message")
         if kind == "message" and isinstance(item.get("role"), str):
             text = texts("the content of a message", item.get("content"))
             if item["role"] == "assistant" and thinks:
-                made[-1]["content"] += text
+                messages[-1]["content"] += text
             else:
-                made.append({"role": item["role"], "content": text})
+                messages.append({"role": item["role"], "content": text})
         elif kind == "reasoning":
             thought = "".join(part["text"] for part in item.get("content") or [])
-            made.append({"role": "assistant", "content": joined(thought, item.get("encrypted_content"))})
+            messages.append({"role": "assistant", "content": joined(thought, item.get("encrypted_content"))})
         elif kind == "function_call":
             if not is_turn:
-                made.append({"role": "assistant", "content": None})
+                messages.append({"role": "assistant", "content": None})
             call = call_of(str(item.get("call_id")), str(item.get("name")), str(item.get("arguments") or "{}"))
-            made[-1].setdefault("tool_calls", []).append(call)
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = texts("the output of a function call", item.get("output"))
-            made.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         else:
             raise UserError(f"an item of the type {shown(kind)} is not served here")
         thinks = kind == "reasoning"
-    return made
+    return messages
 
 
-def texts(place: str, content: Any) -> str:
+def texts(field: str, content: Any) -> str:
     """Return a text, or the texts of parts, joined."""
     if isinstance(content, str):
         return content
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
-            raise UserError(f"{place} is text, or a list of {{type: input_text, text}}, not {shown(part)}")
+            raise UserError(f"{field} is text, or a list of {{type: input_text, text}}, not {shown(part)}")
     return "".join(part["text"] for part in content)
 
 
@@ -121,14 +121,14 @@ def call_item(name: str, call: Json) -> dict[str, Any]:
 
 def items_of(reply: TurnReply) -> list[dict[str, Any]]:
     """Return the output of an answer; an item's id ends with its position."""
-    parts, made = split_reasoning(reply.text, reply.opened), []
+    parts, output = split_reasoning(reply.text, reply.opened), []
     if parts.thought is not None:
-        made.append(thought_item(f"{reply.name}-0", parts))
-    if parts.said or not (made or reply.message.get("tool_calls")):
-        made.append(text_item(f"{reply.name}-{len(made)}", parts.said))
+        output.append(thought_item(f"{reply.name}-0", parts))
+    if parts.said or not (output or reply.message.get("tool_calls")):
+        output.append(text_item(f"{reply.name}-{len(output)}", parts.said))
     for call in reply.message.get("tool_calls", []):
-        made.append(call_item(f"{reply.name}-{len(made)}", call))
-    return made
+        output.append(call_item(f"{reply.name}-{len(output)}", call))
+    return output
 
 
 def response(request: TurnRequest, name: str, reply: TurnReply | None) -> dict[str, Any]:
@@ -210,8 +210,8 @@ class ResponseEvents(BlockEvents):
         yield self.numbered("response.output_item.done", item=item)
 
     def over(self, replies: Sequence[TurnReply]) -> Iterator[str]:
-        whole = response(self.request, self.name, replies[0])
-        yield self.numbered(f"response.{whole['status']}", response=whole)
+        complete = response(self.request, self.name, replies[0])
+        yield self.numbered(f"response.{complete['status']}", response=complete)
 
     def failed(self, message: str) -> Iterator[str]:
         yield self.numbered("error", message=message, code="server_error", param=None)
@@ -226,8 +226,8 @@ class ResponseEvents(BlockEvents):
 
     def numbered(self, kind: str, **fields: Any) -> str:
         self._events += 1
-        place = {} if "response" in fields or kind == "error" else {"output_index": self.number}
-        return event({"type": kind, "sequence_number": self._events - 1, **place, **fields}, kind)
+        position = {} if "response" in fields or kind == "error" else {"output_index": self.number}
+        return event({"type": kind, "sequence_number": self._events - 1, **position, **fields}, kind)
 
 
 RESPONSES = ChatDialect("/v1/responses", read, answer, ResponseEvents, error)

@@ -80,10 +80,10 @@ class PolicyAdapters:
             self.of_layer[layer][number] = Factors(tensor.down, tensor.up, tensor.scaling)
         self.changes += 1
 
-    def take(self, given: PolicyWeights) -> None:
+    def take(self, weights: PolicyWeights) -> None:
         """Copy the adapters of a policy that another process trains. Raises ValueError if they are of another model."""
-        assert isinstance(given.source, WeightFile | OfferedWeights)
-        given.source.put_into(adapter_parts(self.trained[given.role]))
+        assert isinstance(weights.source, WeightFile | OfferedWeights)
+        weights.source.put_into(adapter_parts(self.trained[weights.role]))
 
     @torch.no_grad()
     def beside(self, layers: Sequence[Any]) -> SideBySide | None:
@@ -117,8 +117,8 @@ class PolicyAdapters:
         finally:
             self._masks = {}
 
-    def _added(self, layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-        read = given[0].reshape(-1, given[0].shape[-1])
+    def _added(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        read = inputs[0].reshape(-1, inputs[0].shape[-1])
         added = output.reshape(-1, output.shape[-1])
         for number, mask in self._masks.items():
             if (factors := self.of_layer[layer].get(number)) is not None:
@@ -130,9 +130,9 @@ class PolicyAdapters:
 def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return a module's tensors by their names without adapters, of adapted weights those under the adapters."""
     named = plain_names(model, model.state_dict(keep_vars=True))
-    of_linear = {name: one.layer.weight for name, one in named.items() if isinstance(one, Adapted)}
-    of_experts = {name: one.weights for name, one in named.items() if isinstance(one, AdaptedStack)}
-    return {name: one for name, one in named.items() if isinstance(one, Tensor)} | of_linear | of_experts
+    of_linear = {name: value.layer.weight for name, value in named.items() if isinstance(value, Adapted)}
+    of_experts = {name: value.weights for name, value in named.items() if isinstance(value, AdaptedStack)}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)} | of_linear | of_experts
 
 
 def share_weights(model: nn.Module, source: nn.Module) -> None:
@@ -140,9 +140,9 @@ def share_weights(model: nn.Module, source: nn.Module) -> None:
     form: they exist once then. The source may have adapters, which stay its own.
     """
     targets, sources = frozen_weights(model), frozen_weights(source)
-    for name, own in targets.items():
+    for name, target in targets.items():
         shared = sources.get(name)
-        if shared is None or own.requires_grad or shared.requires_grad:
+        if shared is None or target.requires_grad or shared.requires_grad:
             continue
-        if (own.shape, own.dtype, own.device) == (shared.shape, shared.dtype, shared.device):
-            own.data = shared.data
+        if (target.shape, target.dtype, target.device) == (shared.shape, shared.dtype, shared.device):
+            target.data = shared.data

@@ -50,8 +50,8 @@ class TensorRanks:
             return part
         first, *others = self._gather(part)
         total = first.to(torch.promote_types(part.dtype, torch.float32))
-        for other in others:
-            total += other
+        for addend in others:
+            total += addend
         return total.to(part.dtype)
 
     def all_gather(self, part: Tensor, width: int) -> Tensor:
@@ -62,9 +62,9 @@ class TensorRanks:
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         part = part.contiguous()
-        found = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(found, part, group=self._group)
-        return found
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part, group=self._group)
+        return parts
 
 
 class ReceiveHidden(nn.Module):
@@ -131,9 +131,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         start, count = chunk(self.num_embeddings, self.ranks.rank, self.ranks.size)
-        known = (input >= start) & (input < start + count)
-        found = embedding((input - start).where(known, 0), self.weight)
-        return self.ranks.all_reduce(found.masked_fill(~known[..., None], 0.0))
+        is_local = (input >= start) & (input < start + count)
+        embedded = embedding((input - start).where(is_local, 0), self.weight)
+        return self.ranks.all_reduce(embedded.masked_fill(~is_local[..., None], 0.0))
 
 
 PARALLEL_MODULES: dict[str, type[nn.Module]] = {
@@ -168,11 +168,11 @@ def load_for_decoding(
     else:
         # Keep this rank's slices of a full model's parameters; tied tensors stay tied.
         kept: dict[nn.Parameter, nn.Parameter] = {}
-        for name, whole in list(model.named_parameters(remove_duplicate=False)):
-            if whole not in kept:
-                kept[whole] = nn.Parameter(boxes[name].of(whole.detach()).clone())
-            module, _, own = name.rpartition(".")
-            setattr(model.get_submodule(module), own, kept[whole])
+        for name, full in list(model.named_parameters(remove_duplicate=False)):
+            if full not in kept:
+                kept[full] = nn.Parameter(boxes[name].of(full.detach()).clone())
+            module, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(module), attribute, kept[full])
     if ranks.size > 1:
         output = model.get_output_embeddings()
         for name, module in model.named_modules():

@@ -50,9 +50,9 @@ class SlotStates:
     @staticmethod
     def idle(slots: int, dtype: torch.dtype, device: torch.device) -> "SlotStates":
         """Make idle slots; `dtype` is that of log-probs."""
-        whole = ("current", "position", "shift", "drawn", "limit", "key", "first_draw")
+        integers = ("current", "position", "shift", "drawn", "limit", "key", "first_draw")
         return SlotStates(
-            **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in whole},
+            **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in integers},
             active=torch.zeros(slots, dtype=torch.bool, device=device),
             stop_token_ids=torch.full((slots, 1), NO_TOKEN, device=device),
             tokens=torch.zeros(slots, 1, dtype=torch.int64, device=device),
@@ -120,8 +120,8 @@ class SlotStates:
         places = self.drawn[:, None]
         self.tokens.scatter_(1, places, tokens[:, None])
         for name, drawn in values.items():
-            place = places.view(-1, *[1] * drawn.dim()).expand(-1, 1, *drawn.shape[1:])
-            self.per_token[name].scatter_(1, place, drawn[:, None])
+            index = places.view(-1, *[1] * drawn.dim()).expand(-1, 1, *drawn.shape[1:])
+            self.per_token[name].scatter_(1, index, drawn[:, None])
         self.current.copy_(tokens)
         self.drawn += self.active
         self.position += self.active

@@ -113,19 +113,19 @@ class Guesses:
 
     def begin(self, slot: int, request: Request) -> None:
         """Prepare a slot for a row that starts or resumes."""
-        ids, own = request.prompt, len(request.prompt) - request.continues
-        name = ids[:own].numpy().tobytes()
+        ids, prompt_length = request.prompt, len(request.prompt) - request.continues
+        name = ids[:prompt_length].numpy().tobytes()
         if (book := self._books.get(name)) is None:
             book = self._books[name] = Book(self._functions)
             if responses := self._earlier.of(name):
                 # As one text: where a response follows another one, the last words of the prompt are between them.
-                before = ids[max(0, own - DEPTH) : own]
+                before = ids[max(0, prompt_length - DEPTH) : prompt_length]
                 text = torch.cat([part for response in responses for part in (before, response)])
                 book.read(text, last_tokens(ids[:0]))
-            start = max(0, own - PROMPT_TOKENS)
-            book.read(ids[start:own], last_tokens(ids[:start]))
+            start = max(0, prompt_length - PROMPT_TOKENS)
+            book.read(ids[start:prompt_length], last_tokens(ids[:start]))
         if request.continues:
-            book.read(ids[own:], last_tokens(ids[:own]))
+            book.read(ids[prompt_length:], last_tokens(ids[:prompt_length]))
         book.rows += 1
         self._prompts[slot], self._pointers[slot], self._read[slot] = name, book.address, 0
         self._before[slot] = last_tokens(ids)
@@ -139,16 +139,16 @@ class Guesses:
         if not book.rows:
             del self._books[name]
         elif int(self._read[slot]) < len(drawn):
-            seen = int(self._read[slot])
-            book.read(drawn[seen:], last_tokens(torch.cat([self._before[slot], drawn[:seen]])))
+            read = int(self._read[slot])
+            book.read(drawn[read:], last_tokens(torch.cat([self._before[slot], drawn[:read]])))
         if not aborted:
             self.remember(request, drawn)
 
     def remember(self, request: Request, drawn: Tensor) -> None:
         """Remember a complete response for later epochs."""
-        own = len(request.prompt) - request.continues
-        name = request.prompt[:own].numpy().tobytes()
-        self._earlier.add(name, torch.cat([request.prompt[own:], drawn]))
+        prompt_length = len(request.prompt) - request.continues
+        name = request.prompt[:prompt_length].numpy().tobytes()
+        self._earlier.add(name, torch.cat([request.prompt[prompt_length:], drawn]))
 
     def of(self, slots: Tensor, tokens: Tensor, drawn: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Return up to `most` (R,) guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability
@@ -162,11 +162,11 @@ class Guesses:
         """
         drafts = torch.empty((len(slots), LONGEST), dtype=torch.int64)
         probabilities = torch.empty(drafts.shape)
-        whole = (self._before, tokens, slots, self._read, drawn, most, drafts)
+        arrays = (self._before, tokens, slots, self._read, drawn, most, drafts)
         done = self._functions.draft(
             address(self._pointers, torch.int64),
             address(self.cells, torch.float32),
-            *(address(each, torch.int64) for each in whole),
+            *(address(each, torch.int64) for each in arrays),
             address(probabilities, torch.float32),
             len(slots),
             tokens.shape[1],
@@ -209,11 +209,11 @@ class PassCosts:
         oldest = self._passes - VALID
         if self._measured.get((size, guessed), oldest) > oldest and len(self._seconds[size, guessed]) > 1:
             return median(self._seconds[size, guessed])
-        known = [key for key, when in self._measured.items() if when > oldest and len(self._seconds[key]) > 1]
-        if not known:
+        measured = [key for key, when in self._measured.items() if when > oldest and len(self._seconds[key]) > 1]
+        if not measured:
             return float(size)
         # Of the nearest size; half of a pass is assumed not to depend on its size.
-        near = min(known, key=lambda key: (abs(key[0] - size), key[1] != guessed))
+        near = min(measured, key=lambda key: (abs(key[0] - size), key[1] != guessed))
         return median(self._seconds[near]) * (1 + size / near[0]) / 2
 
 

@@ -77,8 +77,8 @@ class ServerSpec:
     @property
     def vocabulary(self) -> int:
         """The number of the model's tokens: the rows of its embedding, which may be more than the tokenizer's."""
-        known = len(self.tokenizer)
-        return min((s[0] for s in self.shapes.values() if len(s) == 2 and s[0] >= known), default=known)
+        of_tokenizer = len(self.tokenizer)
+        return min((s[0] for s in self.shapes.values() if len(s) == 2 and s[0] >= of_tokenizer), default=of_tokenizer)
 
     def store(self, tensors: Iterable[tuple[str, Tensor]]) -> WeightFile:
         """Write weights to where the server reads them, or they are sent from."""
@@ -149,8 +149,8 @@ class HttpEngine:
             raise self._failure
         row, spec = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens), self.spec
         row.name, row.version = uuid4().hex, self.version
-        asked = spec.dialect.generate(row, spec.seed, self.weights, spec.needs.reproducible)
-        call = asyncio.ensure_future(self.ask("POST", *asked, most=ANSWER_BYTES + row.limit * TOKEN_BYTES))
+        call_arguments = spec.dialect.generate(row, spec.seed, self.weights, spec.needs.reproducible)
+        call = asyncio.ensure_future(self.ask("POST", *call_arguments, most=ANSWER_BYTES + row.limit * TOKEN_BYTES))
         self._rows[request.uid] = row, call
         try:
             with WORK.waiting():
@@ -268,8 +268,8 @@ class HttpEngine:
         if not self._given:
             return
         path, field = self.spec.dialect.label
-        if (found := (await self.ask("GET", path)).get(field)) != self.weights:
-            raise EngineError(f"{self.url} was restarted, or given weights by another program: it has {found!r}")
+        if (label := (await self.ask("GET", path)).get(field)) != self.weights:
+            raise EngineError(f"{self.url} was restarted, or given weights by another program: it has {label!r}")
 
     async def sleep(self) -> None:
         """Refuse requests; the server keeps its memory, since its devices are its own."""
@@ -324,11 +324,11 @@ class HttpEngine:
         if status < 400:
             try:
                 # A server may write infinite log-probs, which are refused by their token.
-                found = parse_json(bytes(content), most, finite=False, whole=False) if content.strip() else None
+                answer = parse_json(bytes(content), most, finite=False, whole=False) if content.strip() else None
             except ValueError:
-                found = ""
-            if isinstance(found, dict | None):
-                return found or {}
+                answer = ""
+            if isinstance(answer, dict | None):
+                return answer or {}
             fault = "no JSON object"
         text = printable(" ".join(content.decode(errors="replace").split())[:300])
         raise kind(f"{self.url}{path} answers {fault}: {text}")

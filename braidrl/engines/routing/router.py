@@ -126,9 +126,9 @@ class Router:
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
         before = stored = None
-        whole = None if isinstance(source, WeightFile | OfferedWeights | PolicyWeights) else source
-        if self._store is not None and whole is not None:
-            source = stored = self._store(whole.tensors())
+        local = None if isinstance(source, WeightFile | OfferedWeights | PolicyWeights) else source
+        if self._store is not None and local is not None:
+            source = stored = self._store(local.tensors())
         self._version = version
         if source is not None:
             # An engine that recovers later is sent these weights, also after versions that do not change them.
@@ -192,9 +192,9 @@ class Router:
                 # The engine that a row was assigned to may fail before this task resumes.
                 if (number := self._dispatcher.engine_of(uid)) is not None:
                     return number
-                place = self._places[uid] = loop.create_future()
-                await asyncio.wait([place], timeout=self._give_up_s)
-                if not place.done() and not self.alive:
+                waiting = self._places[uid] = loop.create_future()
+                await asyncio.wait([waiting], timeout=self._give_up_s)
+                if not waiting.done() and not self.alive:
                     causes = "; ".join(str(error) for error in self.failures.values())
                     raise EngineError(f"no engine has been alive for {self._give_up_s:g} s: {causes}")
             return None
@@ -322,7 +322,7 @@ class ResumingEngine:
         """Remove rows without a call, and wait until the engine has removed them."""
         if self._held is not None:
             gone = set(uids)
-            self._held = [([one for one in requests if one.uid not in gone], ended) for requests, ended in self._held]
+            self._held = [([r for r in requests if r.uid not in gone], ended) for requests, ended in self._held]
         tasks = [self._tasks[uid] for uid in uids if uid in self._tasks]
         for uid in uids:
             self._parts.pop(uid, None)
@@ -429,8 +429,8 @@ class EngineService:
 
         async def every(router: ServedEngine) -> list[Response]:
             async with all_or_none() as group:
-                own = [group.create_task(one(request)) for request in requests]
-                tasks, more = list(own), changes is not None
+                first = [group.create_task(one(request)) for request in requests]
+                tasks, more = list(first), changes is not None
                 while changes is not None and (more or not all(task.done() for task in tasks)):
                     running = [task for task in tasks if not task.done()]
                     await (asyncio.wait(running, timeout=ASK_EVERY_S) if running else asyncio.sleep(ASK_EVERY_S))
@@ -441,7 +441,7 @@ class EngineService:
                             await router.abort(uid)
                     tasks += [group.create_task(one(request)) for request in change.added]
                     more = change.more
-            return [task.result() for task in own]
+            return [task.result() for task in first]
 
         return self.run(every)
 
@@ -532,7 +532,7 @@ def run_together(engines: Mapping[str, RoleEngine], work: Callable[[ServedEngine
         return first.run(lambda _: work(PolicyEngines(services)))
     stepping = {role: engine for role, engine in engines.items() if isinstance(engine, SteppingEngine)}
     try:
-        replicas = {role: EngineReplica(one) for role, one in stepping.items()}
+        replicas = {role: EngineReplica(engine) for role, engine in stepping.items()}
         played = work(PolicyEngines(replicas))
         collective = any(engine.is_collective for engine in stepping.values())
         with Runner() as runner:

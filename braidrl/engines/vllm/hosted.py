@@ -86,9 +86,9 @@ class HostedVllmEngine(VllmEngine):
         identifier, *_ = Ranks(self.group).all_gather("name of the shared memory", secrets.token_hex(8))
         RankExecutor.identifier = identifier
         self._draw_seed = int(identifier[:8], 16)
-        own = {"distributed_executor_backend": "external_launcher", "seed": 0}
+        options = {"distributed_executor_backend": "external_launcher", "seed": 0}
         with starting_vllm(self.spec.environment, self._groups):
-            config = EngineArgs(**{**arguments, **own}).create_engine_config()
+            config = EngineArgs(**{**arguments, **options}).create_engine_config()
             return LLMEngine(config, RankExecutor, loggers is not None, multiprocess_mode=False, stat_loggers=loggers)
 
     def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:

@@ -49,8 +49,8 @@ class VllmImages:
         """Return the tensors of an image; None if the other side of vLLM's cache has them."""
         if self._cache is None:
             return self._tensors(name)
-        made = None if self._cache.is_cached_item(name) else (self._tensors(name), ())
-        item, _ = self._cache.get_and_update_item(made, name)
+        new = None if self._cache.is_cached_item(name) else (self._tensors(name), ())
+        item, _ = self._cache.get_and_update_item(new, name)
         return item
 
     def _tensors(self, name: str) -> MultiModalKwargsItem:

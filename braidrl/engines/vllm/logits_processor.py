@@ -51,14 +51,14 @@ class DrawByRow(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is not None:
             process_dict_updates(
-                self._draws, batch_update, lambda given, _, tokens: Drawing(parse_draws(given.extra_args), tokens)
+                self._draws, batch_update, lambda params, _, tokens: Drawing(parse_draws(params.extra_args), tokens)
             )
             self._batch = None
 
     def apply(self, logits: Tensor) -> Tensor:
         """Draw tokens (B,) of the rows; overwrite `logits` (B, V)."""
         if self._batch is None:
-            rows = [self._draws[place] for place in range(len(logits))]
+            rows = [self._draws[index] for index in range(len(logits))]
             keys = torch.tensor([row.draws.key for row in rows], dtype=torch.int64, device=self._device)
             self._batch = rows, keys, batch_sampling([row.draws.sampling for row in rows], self._device)
             self._columns = tuple(map(column_of, dict.fromkeys(name for row in rows for name in row.draws.columns)))

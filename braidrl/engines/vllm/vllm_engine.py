@@ -96,8 +96,8 @@ class VllmEngine(SteppingEngine):
         """
 
     def _start(self, arguments: Mapping[str, Any], loggers: list[Any] | None) -> LLMEngine:
-        own = {"disable_log_stats": loggers is None, **arguments}
-        return LLMEngine.from_engine_args(EngineArgs(**own), stat_loggers=loggers)
+        options = {"disable_log_stats": loggers is None, **arguments}
+        return LLMEngine.from_engine_args(EngineArgs(**options), stat_loggers=loggers)
 
     @property
     def in_flight(self) -> int:
@@ -113,8 +113,8 @@ class VllmEngine(SteppingEngine):
         if isinstance(source, PolicyWeights):
             policy, source = source.role, source.source
         if isinstance(source, WeightFile) and source.is_adapter:
-            known = self._adapters.get(policy)
-            named = policy or "trained", known.lora_int_id if known else 1 + len(self._adapters), str(source.folder)
+            loaded = self._adapters.get(policy)
+            named = policy or "trained", loaded.lora_int_id if loaded else 1 + len(self._adapters), str(source.folder)
             self._adapters[policy] = LoRARequest(*named)
             load = partial(self._engine.add_lora, LoRARequest(*named, load_inplace=True))
         elif isinstance(source, WeightFile):
@@ -180,14 +180,14 @@ class VllmEngine(SteppingEngine):
 
     def _take_values(self, ended: Sequence[EngineRow]) -> None:
         """Set the columns per token of rows that have ended, which one of vLLM's workers has computed."""
-        wanted = {row.name: row for row in ended if row.request.columns and row.name}
-        if not wanted:
+        by_name = {row.name: row for row in ended if row.request.columns and row.name}
+        if not by_name:
             return
-        for of_worker in self._engine.collective_rpc("take_values", args=(list(wanted),)):
+        for of_worker in self._engine.collective_rpc("take_values", args=(list(by_name),)):
             for name, columns in of_worker.items():
                 # vLLM may have drawn more tokens before it was told of the row's end.
-                count = len(wanted[name].tokens)
-                wanted[name].per_token |= {column: values[:count] for column, values in columns.items()}
+                count = len(by_name[name].tokens)
+                by_name[name].per_token |= {column: values[:count] for column, values in columns.items()}
 
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
@@ -196,13 +196,13 @@ class VllmEngine(SteppingEngine):
         prompt: Any = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
         if request.images and self._images is not None:
             prompt = self._images.prompt(request.prompt, request.images, salt)
-        asked = request.sampling
+        sampling = request.sampling
         drawn: dict[str, Any] = {"temperature": 0.0}
         if self.spec.reproducible:
             # `DrawByRow` draws by these; else vLLM draws.
             drawn = {"extra_args": draw_arguments(row, self.seed)}
-        elif not asked.takes_likeliest:
-            drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        elif not sampling.takes_likeliest:
+            drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         params = SamplingParams(
             max_tokens=row.limit,
             stop_token_ids=list(row.stop_token_ids),
@@ -294,8 +294,8 @@ def key_numbers(config: Any) -> int:
     """Return the numbers of a token's keys in the widest layer; Gemma 4 has layers with heads of several widths."""
     layers = getattr(config, "per_layer_config", None)
     each = [layers[n] for n in range(config.num_hidden_layers)] if layers else [config]
-    widths = [getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads for one in each]
-    return int(max(one.num_key_value_heads * width for one, width in zip(each, widths, strict=True)))
+    widths = [getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads for layer in each]
+    return int(max(layer.num_key_value_heads * width for layer, width in zip(each, widths, strict=True)))
 
 
 def vision_of(spec: EngineSpec) -> Vision | None:

@@ -89,11 +89,11 @@ class TakesWeights:
     def take_values(self, rows: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return and forget the columns per token that this worker has computed for rows; see `DrawByRow`."""
         processors = self.model_runner.input_batch.logitsprocs.all
-        found: dict[str, dict[str, Tensor]] = {}
+        values: dict[str, dict[str, Tensor]] = {}
         for processor in processors:
             if isinstance(processor, DrawByRow):
-                found |= processor.take_values(rows)
-        return found
+                values |= processor.take_values(rows)
+        return values
 
     def load_version(self, source: WeightFile | Incoming) -> None:
         """Load into the live parameters, else tensor by tensor.
@@ -151,21 +151,21 @@ def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dty
         method = getattr(module, "quant_method", module)
         if hasattr(method, "process_weights_after_loading") and not isinstance(method, PLAIN):
             raise WeightsNotLive(f"vLLM changes {name or 'the model'} after loading ({type(method).__name__})")
-    given = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
+    checkpoint = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
     with CopyWatch() as watch:
         try:
-            model.load_weights(iter(given.items()))
+            model.load_weights(iter(checkpoint.items()))
         except Exception as error:
             raise WeightsNotLive(f"vLLM computes with values while it loads them ({error})") from error
-    names = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
-    whole = {name: torch.Size(shape) for name, shape in shapes.items()}
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}
+    global_shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
     parts: dict[str, WeightPart] = {}
-    for place, source in watch.copies:
+    for target, source in watch.copies:
         name = names.get(source.untyped_storage()._cdata)
-        box = None if name is None else block_of(source, whole[name])
+        box = None if name is None else block_of(source, global_shapes[name])
         if name is None or box is None or name in parts:
             raise WeightsNotLive(f"vLLM puts {name or 'a computed tensor'} together of several pieces")
-        parts[name] = WeightPart([name], place, (whole[name], box))
+        parts[name] = WeightPart([name], target, (global_shapes[name], box))
     filled = {part.local.untyped_storage()._cdata for part in parts.values()}
     for name, parameter in model.named_parameters():
         if parameter.untyped_storage()._cdata not in filled:
@@ -176,8 +176,8 @@ def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dty
 def block_of(view: Tensor, shape: torch.Size) -> Box | None:
     """Return the block that a view of a contiguous tensor of this shape shows; None if it is no block."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    own = zip(view.shape, view.stride(), strides, strict=False)
-    if view.dim() != len(shape) or any(size > 1 and step != stride for size, step, stride in own):
+    axes = zip(view.shape, view.stride(), strides, strict=False)
+    if view.dim() != len(shape) or any(size > 1 and step != stride for size, step, stride in axes):
         return None
     offsets, rest = [], int(view.storage_offset())
     for stride in strides:
@@ -205,9 +205,9 @@ def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
     """Collect the names of parameters that a reload inside the block gives no values; vLLM keeps the earlier ones and
     logs a warning.
     """
-    found: list[str] = []
+    unloaded: list[str] = []
     missed, loaded = set[int](), set[int]()
-    place = layerwise._place_kernel_tensors
+    original = layerwise._place_kernel_tensors
 
     def watched(layer: Any, info: Any) -> None:
         ids = {id(parameter) for parameter in info.kernel_tensors[0].values()}
@@ -216,14 +216,14 @@ def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
             missed.update(ids)
         else:
             loaded.update(ids)
-        place(layer, info)
+        original(layer, info)
 
     layerwise._place_kernel_tensors = watched
     try:
-        yield found
+        yield unloaded
     finally:
-        layerwise._place_kernel_tensors = place
-    found += [name for name, own in model.named_parameters() if id(own) in missed - loaded]
+        layerwise._place_kernel_tensors = original
+    unloaded += [name for name, weight in model.named_parameters() if id(weight) in missed - loaded]
 
 
 def parts_of_gpt_oss(tensors: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -233,7 +233,7 @@ def parts_of_gpt_oss(tensors: Iterable[tuple[str, Tensor]], sinks: dict[str, Ten
     for name, tensor in tensors:
         layer, experts, part = name.partition(".mlp.experts.")
         if experts:
-            yield from ((f"{layer}{experts}{number}.{part}", own) for number, own in enumerate(tensor))
+            yield from ((f"{layer}{experts}{number}.{part}", expert) for number, expert in enumerate(tensor))
         elif name.endswith(".sinks"):
             sinks[name] = tensor.clone()
         else:
@@ -245,9 +245,9 @@ def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
     """Copy this worker's attention sinks of gpt_oss into its live parameters; return their names there."""
     live = dict(model.named_parameters())
     names = {name: name.replace(".self_attn.", ".attn.") for name in sinks}
-    for name, own in names.items():
-        rank, count = get_tensor_model_parallel_rank(), len(live[own])
-        live[own].data.copy_(sinks[name][rank * count : (rank + 1) * count])
+    for name, live_name in names.items():
+        rank, count = get_tensor_model_parallel_rank(), len(live[live_name])
+        live[live_name].data.copy_(sinks[name][rank * count : (rank + 1) * count])
     return set(names.values())
 
 
@@ -256,8 +256,8 @@ def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = Non
     attention gives it.
     """
     rotated = self.forward_native if query.dim() > 2 else partial(ROTATE_IN_PLACE, self)
-    found: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
-    return found
+    result: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
+    return result
 
 
 def compute_plainly(layer: Any, remove_weight: bool) -> None:
