@@ -99,16 +99,16 @@ TRIALS: Sequence[tuple[list[ChatMessage], Tools]] = (
 
 def normal_message(message: Mapping[str, Any]) -> ChatMessage:
     """Return a message in the form for chat templates. Raises UserError for calls whose arguments are not JSON."""
-    known = {name: value for name, value in message.items() if value is not None}
+    fields = {name: value for name, value in message.items() if value is not None}
     # Templates test only whether the name exists.
-    calls, former = known.pop("tool_calls", None), known.pop("function_call", None)
+    calls, former = fields.pop("tool_calls", None), fields.pop("function_call", None)
     calls = calls or ([former] if former else None)
-    content = known.get("content", "")
+    content = fields.get("content", "")
     if isinstance(content, list) and content:
         texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
         # Content with other parts is unchanged.
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
-    normal = {**known, "content": content}
+    normal = {**fields, "content": content}
     if not calls:
         return normal
     normal["tool_calls"] = []
@@ -153,8 +153,8 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
         return None
     if value in (None, [], {}) or (isinstance(value, str) and not value.strip()):
         return []
-    found = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
-    return value if found else None
+    is_list = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+    return value if is_list else None
 
 
 def template_arguments(value: Any) -> dict[str, Any]:
@@ -179,11 +179,11 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     """Return whether an assistant's message is trained; by default it is. Raises UserError for other weights than 0 and
     1.
     """
-    given = {name: message[name] for name in TRAINED if message.get(name) is not None}
-    for name, value in given.items():
+    marks = {name: message[name] for name in TRAINED if message.get(name) is not None}
+    for name, value in marks.items():
         if value not in (0, 1) or not isinstance(value, bool | int | float):
             raise UserError(f"{name!r} of a message is {shown(value)}, and only 0 and 1 are read; write one of them")
-    return all(given.values())
+    return all(marks.values())
 
 
 def for_template(message: ChatMessage) -> ChatMessage:
@@ -224,16 +224,16 @@ def check_template(tokenizer: Any) -> None:
         try_template(tokenizer, theirs)
     os.close(theirs)
     ready, _, _ = select.select([ours], [], [], TRIAL_S)
-    found = os.read(ours, 100) if ready else b"took too long"
+    outcome = os.read(ours, 100) if ready else b"took too long"
     os.close(ours)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if not found and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-        found = b"took too long"
-    if found != b"rendered":
+    if not outcome and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        outcome = b"took too long"
+    if outcome != b"rendered":
         raise UserError(
-            f"the tokenizer's chat template {found.decode() or 'ended its process'} for a short conversation; copy "
+            f"the tokenizer's chat template {outcome.decode() or 'ended its process'} for a short conversation; copy "
             "the template that "
             "belongs to this model"
         )
@@ -267,8 +267,8 @@ def try_template(tokenizer: Any, line: int) -> NoReturn:
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = taken + TRIAL_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+        limit = taken + TRIAL_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
         for messages, tools in TRIALS:
             try:
                 tokenizer.apply_chat_template(
@@ -343,11 +343,11 @@ def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
     def value_of(part: Any, name: str) -> Any:
         return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
-    found = [tokenizer.eos_token_id]
-    for part in (one for each in settings for one in (each, value_of(each, "text_config"))):
+    tokens = [tokenizer.eos_token_id]
+    for part in (p for each in settings for p in (each, value_of(each, "text_config"))):
         ends = value_of(part, "eos_token_id")
-        found += ends if isinstance(ends, Sequence) else [ends]
-    return tuple(dict.fromkeys(token for token in (*found, turn_end_id(tokenizer)) if token is not None))
+        tokens += ends if isinstance(ends, Sequence) else [ends]
+    return tuple(dict.fromkeys(token for token in (*tokens, turn_end_id(tokenizer)) if token is not None))
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:

@@ -105,21 +105,21 @@ def encode(rows: Rows) -> list[Frame]:
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
     """Decode all columns, or those named, as views on the frames. Raises CodecError, KeyError, or PayloadForbidden."""
     size, headers = read_header(frames)
-    wanted = [h.name for h in headers] if columns is None else list(columns)
-    for name in wanted:
+    names = [h.name for h in headers] if columns is None else list(columns)
+    for name in names:
         if not any(header.name == name for header in headers):
             raise KeyError(f"no column {name!r} among {', '.join(h.name for h in headers)}")
     decoded: dict[str, Column] = {}
     position = 1
     for header in headers:
         count = FRAMES_OF_KIND[header.kind]
-        if header.name in wanted:
+        if header.name in names:
             column = _decode_column(header, size, frames[position : position + count])
             if len(column) != size:
                 raise CodecError(f"column {header.name!r} has {len(column)} rows where the header says {size}")
             decoded[header.name] = column
         position += count
-    return Rows({name: decoded[name] for name in wanted})
+    return Rows({name: decoded[name] for name in names})
 
 
 def pack_rows(rows: Rows) -> bytes:
@@ -149,8 +149,8 @@ def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
         size, headers = unpack_message(packed, tuple[int, list[ColumnHeader]])
     except ValueError as error:
         raise CodecError(f"the header of these rows cannot be read: {error}") from None
-    known = all(header.kind in FRAMES_OF_KIND for header in headers)
-    if not known or size < 0 or len({header.name for header in headers}) < len(headers):
+    are_known = all(header.kind in FRAMES_OF_KIND for header in headers)
+    if not are_known or size < 0 or len({header.name for header in headers}) < len(headers):
         raise CodecError(f"the header of these rows does not describe columns: {headers}")
     expected = 1 + sum(FRAMES_OF_KIND[header.kind] for header in headers)
     if len(frames) != expected:
@@ -176,12 +176,12 @@ def _decode_column(header: ColumnHeader, size: int, frames: Sequence[Frame]) -> 
         )
     if header.kind == "objects":
         try:
-            found = json.loads(bytes(frames[0]))
+            items = json.loads(bytes(frames[0]))
         except (ValueError, RecursionError) as error:
             raise CodecError(f"column {header.name!r} is not JSON: {error}") from None
-        if not isinstance(found, list):
+        if not isinstance(items, list):
             raise CodecError(f"column {header.name!r} is not a JSON array")
-        return Objects(tuple(found))
+        return Objects(tuple(items))
     offsets = _tensor(header, "int64", (size + 1,), frames[0])
     values = _tensor(header, header.dtype, header.shape, frames[1])
     if offsets[0] < 0 or offsets[-1] != len(values) or bool((offsets.diff() < 0).any()):

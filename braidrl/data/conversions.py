@@ -153,14 +153,14 @@ def as_pair(chosen: list[Record], rejected: list[Record]) -> Record | str:
 def as_integer(text: str) -> int | None:
     """Return the integer in a text, in any usual notation, or None."""
     bare = (last_boxed(text) or text).strip().strip("$").replace(",", "").replace("−", "-").strip()
-    found = re.fullmatch(r"([+-]?\d+)(\.0*)?", bare)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"([+-]?\d+)(\.0*)?", bare)
+    return int(match[1]) if match else None
 
 
 def last_boxed(text: str) -> str | None:
     """Return the content of the last complete `\\boxed{...}` of a text; None if there is none."""
-    found = [content for content, start, _ in boxed_parts(text) if text.startswith("{", start + len("\\boxed"))]
-    return found[-1].strip() if found else None
+    contents = [content for content, start, _ in boxed_parts(text) if text.startswith("{", start + len("\\boxed"))]
+    return contents[-1].strip() if contents else None
 
 
 BOX = re.compile(r"\\boxed\s*(\{|[^\s{}])")
@@ -170,7 +170,7 @@ def boxed_parts(text: str) -> list[tuple[str, int, int]]:
     r"""Return the content, start and end of every complete `\boxed{...}` of a text, nested braces included, and of
     `\boxed 5`.
     """
-    found = []
+    parts = []
     for match in BOX.finditer(text):
         depth, end = int(match[1] == "{"), match.end()
         while depth and end < len(text):
@@ -178,5 +178,5 @@ def boxed_parts(text: str) -> list[tuple[str, int, int]]:
             depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
             end += 1
         if not depth:
-            found.append((text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
-    return found
+            parts.append((text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
+    return parts

@@ -139,7 +139,7 @@ class Curriculum:
         self.config, self.units, self.seed, self.lag = config, list(units), seed, lag
         self.function: Callable[..., Any] = CURRICULA.find(config.name)
         CURRICULA.check_settings(config.name, config.params)
-        counts = [len(one.names) or len(one.of_example) for one in units]
+        counts = [len(source.names) or len(source.of_example) for source in units]
         self.averages = [np.full((count, 2), np.nan) for count in counts]
         """Fast and slow moving average of each unit, (U, 2), up to the last iteration that no batch goes behind."""
         self.groups = [np.zeros(count, dtype=np.int64) for count in counts]
@@ -148,11 +148,11 @@ class Curriculum:
         self.measured = 0
         """The last measured iteration."""
         self.drawn: dict[int, DrawnExample] = {}
-        self.members = [np.argsort(one.of_example, kind="stable") for one in units]
+        self.members = [np.argsort(source.of_example, kind="stable") for source in units]
         """The examples of each source, unit after unit."""
         self.edges = [
-            np.searchsorted(np.sort(one.of_example), np.arange(count + 1))
-            for one, count in zip(units, counts, strict=True)
+            np.searchsorted(np.sort(source.of_example), np.arange(count + 1))
+            for source, count in zip(units, counts, strict=True)
         ]
 
     def is_ready(self, iteration: int) -> bool:
@@ -163,8 +163,8 @@ class Curriculum:
         """Start the draws of a batch."""
         sources = range(len(self.units))
         self.iteration, self.counts, self.of_unit = iteration, [0 for _ in sources], [Counter[int]() for _ in sources]
-        known = [self.measured_until(source, iteration - self.lag) for source in sources]
-        self.cumulated = [np.cumsum(self.weights_of(measured)) for measured in known]
+        measured_units = [self.measured_until(source, iteration - self.lag) for source in sources]
+        self.cumulated = [np.cumsum(self.weights_of(measured)) for measured in measured_units]
         self.phases = [float(uniform("curriculum", self.seed, source, iteration)) for source in sources]
 
     def weights_of(self, measured: Measured) -> np.ndarray:
@@ -182,7 +182,7 @@ class Curriculum:
 
     def measured_until(self, source: int, iteration: int) -> Measured:
         averages, groups = self.averages[source].copy(), self.groups[source].copy()
-        for k in sorted(known for known in self.recent if known <= iteration):
+        for k in sorted(earlier for earlier in self.recent if earlier <= iteration):
             self.average(averages, groups, [record for record in self.recent[k] if record[0] == source])
         return Measured(averages[:, 0], np.nan_to_num(abs(averages[:, 0] - averages[:, 1])), groups)
 
@@ -209,8 +209,8 @@ class Curriculum:
         index = int(self.members[source][first + (start + self.of_unit[source][unit] * stride) % size])
         self.counts[source] += 1
         self.of_unit[source][unit] += 1
-        self.drawn[number] = made = DrawnExample(source, index, self.iteration)
-        return made
+        self.drawn[number] = example = DrawnExample(source, index, self.iteration)
+        return example
 
     def measure(self, iteration: int, index: Rows) -> dict[str, float]:
         """Record the share of right rows of each group of a finished iteration; return the metrics of the units.
@@ -254,21 +254,21 @@ class Curriculum:
     def state(self) -> dict[str, Any]:
         """Return the state as JSON."""
         averages = [
-            [[int(unit), *known[unit].tolist(), int(groups[unit])] for unit in np.flatnonzero(groups)]
-            for known, groups in zip(self.averages, self.groups, strict=True)
+            [[int(unit), *averages_of_source[unit].tolist(), int(groups[unit])] for unit in np.flatnonzero(groups)]
+            for averages_of_source, groups in zip(self.averages, self.groups, strict=True)
         ]
         recent = [[iteration, records] for iteration, records in sorted(self.recent.items())]
-        drawn = [[number, *one] for number, one in sorted(self.drawn.items())]
+        drawn = [[number, *example] for number, example in sorted(self.drawn.items())]
         return {"averages": averages, "recent": recent, "drawn": drawn, "measured": self.measured}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
-        for source, known in enumerate(state["averages"]):
+        for source, records_of_units in enumerate(state["averages"]):
             self.averages[source].fill(np.nan)
             self.groups[source].fill(0)
-            for unit, fast, slow, groups in known:
+            for unit, fast, slow, groups in records_of_units:
                 self.averages[source][unit] = fast, slow
                 self.groups[source][unit] = groups
         self.recent = {iteration: [(s, u, r) for s, u, r in records] for iteration, records in state["recent"]}
-        self.drawn = {number: DrawnExample(*one) for number, *one in state["drawn"]}
+        self.drawn = {number: DrawnExample(*example) for number, *example in state["drawn"]}
         self.measured = state["measured"]

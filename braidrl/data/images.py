@@ -52,12 +52,12 @@ class ImageStore:
     def path(self, name: str) -> Path:
         return self.folder / name[:2] / name
 
-    def add(self, given: Any, beside: Path) -> str:
+    def add(self, image: Any, beside: Path) -> str:
         """Keep an image, in any form that `content_of` reads, and return its name.
 
         Raises BrokenImage for one that cannot be decoded, and UserError if the store cannot be written.
         """
-        content, file = content_of(given, beside)
+        content, file = content_of(image, beside)
         name = hashlib.blake2b(content, digest_size=16).hexdigest()
         decoded(content, self.most_pixels)
         path = self.path(name)
@@ -111,26 +111,26 @@ def _size(store: ImageStore, name: str) -> tuple[int, int]:
     return height, width
 
 
-def content_of(given: Any, beside: Path) -> tuple[bytes, Path | None]:
+def content_of(image: Any, beside: Path) -> tuple[bytes, Path | None]:
     """Return an image's bytes, and its file if it was given as a path; relative ones are `beside` a data file.
 
     Forms: bytes, a path, a file: or data: URI, {bytes, path} of `datasets`, {url}, an image of Pillow. Raises
     BrokenImage for anything else.
     """
-    if isinstance(given, Mapping):
-        inner = next((given[key] for key in ("bytes", "url", "path", "image") if given.get(key) is not None), None)
+    if isinstance(image, Mapping):
+        inner = next((image[key] for key in ("bytes", "url", "path", "image") if image.get(key) is not None), None)
         if inner is None:
-            raise BrokenImage(f"an image is {shown(dict(given))}, without `bytes` or `path`")
+            raise BrokenImage(f"an image is {shown(dict(image))}, without `bytes` or `path`")
         return content_of(inner, beside)
-    if isinstance(given, bytes | bytearray | memoryview):
-        return _checked(bytes(given)), None
-    if hasattr(given, "convert") and hasattr(given, "save"):
+    if isinstance(image, bytes | bytearray | memoryview):
+        return _checked(bytes(image)), None
+    if hasattr(image, "convert") and hasattr(image, "save"):
         written = io.BytesIO()
-        given.convert("RGB").save(written, "PNG")
+        image.convert("RGB").save(written, "PNG")
         return written.getvalue(), None
-    if not isinstance(given, str | Path):
-        raise BrokenImage(f"an image is {shown(given)}; give a path, bytes or a data: URI")
-    text = str(given)
+    if not isinstance(image, str | Path):
+        raise BrokenImage(f"an image is {shown(image)}; give a path, bytes or a data: URI")
+    text = str(image)
     if text.startswith("data:"):
         _, comma, encoded = text.partition(",")
         try:
@@ -232,13 +232,13 @@ def kept_messages(value: Any, images: ImageStore, beside: Path) -> Any:
     """
     if not isinstance(value, list | tuple) or not all(isinstance(message, Mapping) for message in value):
         return value
-    made = []
+    messages = []
     for message in value:
         content = message.get("content")
         if isinstance(content, list | tuple):
             message = {**message, "content": [_kept_part(part, images, beside) for part in content]}
-        made.append(message)
-    return made
+        messages.append(message)
+    return messages
 
 
 def _kept_part(part: Any, images: ImageStore, beside: Path) -> Any:
@@ -247,8 +247,8 @@ def _kept_part(part: Any, images: ImageStore, beside: Path) -> Any:
         raise BrokenImage(f"a message has a part of type {kind}, and videos and sounds are not supported; remove it")
     if kind not in (IMAGE, "image_url"):
         return part
-    given = next((part[key] for key in (IMAGE, "image_url", "url", "path", "bytes") if part.get(key) is not None), None)
-    return image_part(None if given is None else images.add(given, beside))
+    image = next((part[key] for key in (IMAGE, "image_url", "url", "path", "bytes") if part.get(key) is not None), None)
+    return image_part(None if image is None else images.add(image, beside))
 
 
 def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -256,21 +256,21 @@ def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[di
 
     Without any mark they stand before the first user's text. Raises BrokenImage for another number of marks.
     """
-    made = [{**message, "content": _split(message.get("content"), bool(names))} for message in messages]
-    marks = [part for part in image_parts(made) if IMAGE not in part]
-    first = next((message for message in made if message.get("role") == "user"), None)
+    split_messages = [{**message, "content": _split(message.get("content"), bool(names))} for message in messages]
+    marks = [part for part in image_parts(split_messages) if IMAGE not in part]
+    first = next((message for message in split_messages if message.get("role") == "user"), None)
     if names and not marks and first is not None:
         marks = [image_part() for _ in names]
-        said = first["content"]
-        first["content"] = [*marks, *(said if isinstance(said, list) else [{"type": "text", "text": said}])]
+        content = first["content"]
+        first["content"] = [*marks, *(content if isinstance(content, list) else [{"type": "text", "text": content}])]
     if len(marks) != len(names):
         raise BrokenImage(f"the messages have {len(marks)} marks of images, and the record has {len(names)} images")
     for part, name in zip(marks, names, strict=True):
         part[IMAGE] = name
-    for message, given in zip(made, messages, strict=True):
-        if "content" not in given:
+    for message, original in zip(split_messages, messages, strict=True):
+        if "content" not in original:
             del message["content"]
-    return made
+    return split_messages
 
 
 def _split(content: Any, has_images: bool) -> Any:

@@ -63,12 +63,12 @@ class Admitted:
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
         """Make the admission of example `index` of a source, which is number `position` among the run's sources."""
-        given = tuple(one for name in RESPONSES if (one := source.response(index, name)) is not None)
+        responses = tuple(r for name in RESPONSES if (r := source.response(index, name)) is not None)
         prompt, spans, images = source.prompt(index), source.images(index), None
         if spans is not None:
             first, *others = spans
             images = tuple((*first, *moved(each, len(prompt))) for each in others or [[]])
-        return Admitted(number, position, epoch, index, source[index], prompt, given, images)
+        return Admitted(number, position, epoch, index, source[index], prompt, responses, images)
 
 
 class Admissions:
@@ -161,17 +161,17 @@ class PromptLoader(Admissions):
 
         `examples` are those that a curriculum has drawn for them.
         """
-        found = []
+        admitted = []
         for number, (position, index) in zip(numbers, examples, strict=False):
-            found.append(Admitted.of(self.sources[position], number, position, 0, index))
+            admitted.append(Admitted.of(self.sources[position], number, position, 0, index))
         for number in numbers if not examples else ():
-            position, place = weighted_draw(number, self.weights, self.seed)
+            position, draw = weighted_draw(number, self.weights, self.seed)
             source = self.sources[position]
-            epoch, index = divmod(place, len(source))
+            epoch, index = divmod(draw, len(source))
             if self.shuffle:
                 index = shuffled(self.seed, position, epoch, len(source), index)
-            found.append(Admitted.of(source, number, position, epoch, index))
-        return found
+            admitted.append(Admitted.of(source, number, position, epoch, index))
+        return admitted
 
 
 def eval_rows(
@@ -193,8 +193,8 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
     and response_mask, bool, the trained tokens; for a model that sees also images, their spans. A pair of given
     responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
     """
-    given = len(admitted[0].given) if admitted else 0
-    samples = 2 if given == 2 else samples
+    response_count = len(admitted[0].given) if admitted else 0
+    samples = 2 if response_count == 2 else samples
     each = torch.arange(len(admitted)).repeat_interleave(samples)
     prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
     metadata = []
@@ -210,11 +210,11 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
         "metadata": Objects(tuple(metadata)).take(each),
     }
     if admitted and admitted[0].images is not None:
-        spans = [[list(span) for span in one] for a in admitted for one in a.images or ()]
-        columns["images"] = Objects(tuple(spans)).take(torch.arange(len(spans)) if given == 2 else each)
-    if given:
-        responses = [one for a in admitted for one in a.given]
-        rows = torch.arange(len(responses)) if given == 2 else each
+        spans = [[list(span) for span in images] for a in admitted for images in a.images or ()]
+        columns["images"] = Objects(tuple(spans)).take(torch.arange(len(spans)) if response_count == 2 else each)
+    if response_count:
+        responses = [r for a in admitted for r in a.given]
+        rows = torch.arange(len(responses)) if response_count == 2 else each
         columns["response"] = Ragged.from_rows([ids for ids, _ in responses], torch.int64).take(rows)
         columns["response_mask"] = Ragged.from_rows([trained for _, trained in responses], torch.bool).take(rows)
     return Rows(columns)

@@ -72,8 +72,8 @@ class Opening:
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the row of the table for a kept example. Raises UserError if it is invalid or too long."""
-        known, row = self._last
-        if known != index:
+        last, row = self._last
+        if last != index:
             if not 0 <= index < len(self):
                 raise IndexError(index)
             before = self.dropped - np.arange(len(self.dropped))
@@ -96,8 +96,8 @@ class Opening:
     def begin(self, share: OwnBatches | None, folder: Path) -> None:
         """Start to write this rank's part of the table."""
         # Two threads may not use one tokenizer.
-        own = replace(self.template, tokenizer=copy.deepcopy(self.template.tokenizer))
-        self._share, self._folder, self._own = share, folder, own
+        template = replace(self.template, tokenizer=copy.deepcopy(self.template.tokenizer))
+        self._share, self._folder, self._own = share, folder, template
         atexit.register(self.stop)
         self._thread.start()
 
@@ -160,9 +160,9 @@ def opened(
     except UserError as error:
         answer["refused"] = str(error)
     answers = ranks.gather(f"data {reading.source.label}: doubtful", answer)
-    if refused := [one["refused"] for one in answers if "refused" in one]:
+    if refused := [part["refused"] for part in answers if "refused" in part]:
         raise UserError(refused[0])
-    opening.dropped = np.array([position for one in answers for position in one["dropped"]], np.int64)
+    opening.dropped = np.array([position for part in answers for position in part["dropped"]], np.int64)
     opening.begin(own_batches_of(reading, ranks, None, lines), folder)
     return opening
 

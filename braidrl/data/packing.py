@@ -64,10 +64,10 @@ def in_turn(groups: Sequence[int] | np.ndarray, parts: int) -> np.ndarray:
     """Return the part of each row, round-robin by group number, so that each part starts early; the last groups are
     split evenly.
     """
-    distinct, place = np.unique(np.asarray(groups, dtype=np.int64), return_inverse=True)
-    whole = len(distinct) // parts * parts
-    part_of = place % parts
-    left = (place >= whole).nonzero()[0]
+    distinct, number = np.unique(np.asarray(groups, dtype=np.int64), return_inverse=True)
+    full_rounds = len(distinct) // parts * parts
+    part_of = number % parts
+    left = (number >= full_rounds).nonzero()[0]
     part_of[left] = np.arange(len(left)) * parts // max(len(left), 1)
     return part_of
 
@@ -111,21 +111,21 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
     heapq.heapify(divisions)
     while len(divisions) > 1:
         _, first, widest = heapq.heappop(divisions)
-        _, other, second = divisions[0]
+        _, lowest, second = divisions[0]
         # Merge the smaller division into the larger one: its fullest part into the other's emptiest, and so on.
         large, small = (widest, second) if len(widest) >= len(second) else (second, widest)
         untouched = parts - len(small)
         covered = large[untouched:]
         merged = large[:untouched]
-        for place, part in enumerate(small):
-            below = parts - 1 - place - untouched
+        for position, part in enumerate(small):
+            below = parts - 1 - position - untouched
             if below < len(covered):
                 cost, item, items = covered[below]
                 part = (cost + part[0], min(item, part[1]), items + part[2])
             insort(merged, part)
         # Fullest part minus emptiest; parts that are not listed are empty.
         emptiest = -merged[-1][0] if len(merged) == parts else 0
-        heapq.heapreplace(divisions, (merged[0][0] + emptiest, min(first, other), merged))
+        heapq.heapreplace(divisions, (merged[0][0] + emptiest, min(first, lowest), merged))
     filled = [items for _, _, items in divisions[0][2]] if divisions else []
     return filled + [[] for _ in range(parts - len(filled))]
 
@@ -163,8 +163,8 @@ def plan_micro_batches(
         # Plan with the sums of each group, then replace each group by its rows.
         members = rows_by_group(groups)
         names = [f"group {groups[rows[0]]}, which must stay whole," for rows in members]
-        whole = plan_micro_batches([sum(lengths[row] for row in rows) for rows in members], max_tokens, names)
-        return [sorted(row for item in batch for row in members[item]) for batch in whole]
+        batches = plan_micro_batches([sum(lengths[row] for row in rows) for rows in members], max_tokens, names)
+        return [sorted(row for item in batch for row in members[item]) for batch in batches]
     if (long := next((row for row, length in enumerate(lengths) if length > max_tokens), None)) is not None:
         uid = uids[long] if uids is not None else long
         name = uid if isinstance(uid, str) else f"row {uid}"

@@ -168,12 +168,12 @@ class LoadedSource(Sequence[Example]):
     def omissions(self) -> list[str]:
         """Return a text for each kind of record, column or field that is not trained on."""
         facts = self.facts
-        said = [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
-        said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
+        texts = [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
+        texts += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
         if facts.unread:
             who = "not trained on" if "response" in self._columns else "for verifiers and environments alone"
-            said += [f"{who}: {', '.join(sorted(facts.unread))}"]
-        return said + [f"{note}; line {line} is the first example that has some" for note, line in facts.notes.items()]
+            texts += [f"{who}: {', '.join(sorted(facts.unread))}"]
+        return texts + [f"{note}; line {line} is the first example that has some" for note, line in facts.notes.items()]
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:
         """Return the first row with a token id of `size` or more, and that id; None if there is no such row."""
@@ -217,7 +217,7 @@ def load_train(
     template = PromptTemplate.of(tokenizer, data, vision)
     readings = [Reading(source, responses=responses, pairs=pairs, vision=vision) for source in data.training_sources]
     places = kept if kept is not None else [None] * len(readings)
-    return [load_source(r, data, template, place, ranks, opens) for r, place in zip(readings, places, strict=True)]
+    return [load_source(r, data, template, folders, ranks, opens) for r, folders in zip(readings, places, strict=True)]
 
 
 def check_train(data: DataConfig) -> None:
@@ -339,16 +339,16 @@ def finished(
     """
     purpose = f"data {reading.source.label}"
     outcomes = ranks.gather(f"{purpose}: parts", outcome)
-    refused, facts = [one for one in outcomes if "refused" in one], Facts()
+    refused, facts = [part for part in outcomes if "refused" in part], Facts()
     if not refused:
-        facts = Facts.of_parts([one["facts"] for one in outcomes if one])
+        facts = Facts.of_parts([part["facts"] for part in outcomes if part])
         try:
             check_kept(reading, data, facts)
         except UserError as error:
             refused = [{"refused": str(error), "batch": 0}]
     if refused:
         shutil.rmtree(folder, ignore_errors=True)
-        raise UserError(min(refused, key=lambda one: one["batch"])["refused"])
+        raise UserError(min(refused, key=lambda part: part["batch"])["refused"])
     exchange_parts(folder, ranks, purpose)
     layout = {"parts": len(part_writers(ranks.size)), "batches": outcomes[0]["batches"]}
     for name, value in ((PARTS, layout), ("facts.json", asdict(facts))):
@@ -373,14 +373,14 @@ def exchange_parts(folder: Path, ranks: LoadingRanks, purpose: str) -> None:
     machines = [machine for machine, _ in needs]
     receives = [machines.index(machine) == rank for rank, machine in enumerate(machines)]
     mine = writers.index(ranks.rank) if ranks.rank in writers else None
-    wanted = [rank for rank, (_, parts) in enumerate(needs) if receives[rank] and mine in parts]
+    receivers = [rank for rank, (_, parts) in enumerate(needs) if receives[rank] and mine in parts]
     senders = {writers[number]: files[number].with_suffix(".unfinished") for number in lacking if receives[ranks.rank]}
     size = files[mine].stat().st_size if mine is not None else 0
     rounds = max(ranks.gather(f"{purpose}: sizes", -(-size // EXCHANGED_BYTES)))
     with files[mine].open("rb") if mine is not None else io.BytesIO() as file:
         for number in range(rounds):
             piece = file.read(EXCHANGED_BYTES)
-            for sender, part in ranks.exchange(purpose, dict.fromkeys(wanted, piece), senders).items():
+            for sender, part in ranks.exchange(purpose, dict.fromkeys(receivers, piece), senders).items():
                 with senders[sender].open("wb" if not number else "ab") as target:
                     target.write(part)
     for sender, unfinished in senders.items():

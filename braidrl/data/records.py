@@ -62,13 +62,13 @@ def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Re
     with path.open("rb") as file:
         is_list = may_be_list and file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         file.seek(0)
-        found: Iterable[tuple[int, Any]]
+        records: Iterable[tuple[int, Any]]
         if is_list:
-            found = enumerate(parsed(str(path), file.read(), FILE_BYTES), start=1)
+            records = enumerate(parsed(str(path), file.read(), FILE_BYTES), start=1)
         else:
             hint = "; a .json file is a list of objects, or has one object per line" if path.suffix == ".json" else ""
-            found = ((n, parsed(place(path, n), text, LINE_BYTES, hint)) for n, text in written_lines(file))
-        for number, record in found:
+            records = ((n, parsed(place(path, n), text, LINE_BYTES, hint)) for n, text in written_lines(file))
+        for number, record in records:
             yield number, object_of(path, number, record)
 
 
@@ -114,10 +114,10 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
         with quiet():
             if path.is_dir():
                 files = datasets.load_dataset_builder(str(path), source.subset).config.data_files or {}
-                known = list(map(str, files))
-                split = source.split or (known[0] if len(known) == 1 else usual_split)
-                if split not in known:
-                    remedy = f"{suggest(split, known)} Set `split` of this source to one of {', '.join(known)}."
+                splits = list(map(str, files))
+                split = source.split or (splits[0] if len(splits) == 1 else usual_split)
+                if split not in splits:
+                    remedy = f"{suggest(split, splits)} Set `split` of this source to one of {', '.join(splits)}."
                     raise UserError(f"{path} has no split {split!r}. {remedy}")
                 lines = [Path(file) for file in files.get(split, ())]
                 if all(file.suffix in (".jsonl", ".json") for file in lines):
@@ -193,8 +193,8 @@ def as_json(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case Mapping():
-            found = ((whole_text(str(name)), as_json(part)) for name, part in value.items())
-            return {name: part for name, part in found if part is not NO_FORM}
+            pairs = ((whole_text(str(name)), as_json(part)) for name, part in value.items())
+            return {name: part for name, part in pairs if part is not NO_FORM}
         case list() | tuple() | set() | frozenset():
             return [None if part is NO_FORM else part for part in map(as_json, value)]
         case datetime.date() | datetime.time():

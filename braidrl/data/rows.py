@@ -149,17 +149,17 @@ def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
         for name, column in rows.items():
             by_name.setdefault(name, []).append((positions, column))
     merged: dict[str, Column] = {}
-    for name, found in by_name.items():
-        if len(found) == 1 and torch.equal(found[0][0], torch.arange(size)):
+    for name, columns in by_name.items():
+        if len(columns) == 1 and torch.equal(columns[0][0], torch.arange(size)):
             # One segment with all rows in order, the usual case, needs no copy.
-            merged[name] = found[0][1]
+            merged[name] = columns[0][1]
             continue
-        place, start = torch.full((size,), -1), 0
-        for positions, column in found:
-            place[positions] = torch.arange(start, start + len(column))
+        positions_in_parts, start = torch.full((size,), -1), 0
+        for positions, column in columns:
+            positions_in_parts[positions] = torch.arange(start, start + len(column))
             start += len(column)
-        if not bool((place < 0).any()):
-            merged[name] = Rows.cat([Rows({name: column}) for _, column in found]).take(place)[name]
+        if not bool((positions_in_parts < 0).any()):
+            merged[name] = Rows.cat([Rows({name: column}) for _, column in columns]).take(positions_in_parts)[name]
     return Rows(merged)
 
 

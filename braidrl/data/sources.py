@@ -142,9 +142,11 @@ class Reading:
         self.notes: dict[str, int] = {}
         self.unread: dict[str, int] = {}
         answers = {source.answer_field.partition(".")[0], GROUND_TRUTH.partition(".")[0]}
-        seen = set() if vision is None else {source.images_field, IMAGE}
-        asked = {getattr(source, name).partition(".")[0] for name in ("prompt_field", "tools_field", "template_field")}
-        self._read_columns = answers | seen | asked
+        image_columns = set() if vision is None else {source.images_field, IMAGE}
+        form_columns = {
+            getattr(source, name).partition(".")[0] for name in ("prompt_field", "tools_field", "template_field")
+        }
+        self._read_columns = answers | image_columns | form_columns
         with located(f"`template` of the source {source.path}"):
             template_arguments(source.template)
         self._seen: set[bytes] = set()
@@ -197,8 +199,8 @@ class Reading:
         return self._chosen(object_of(path, line, parsed(place(path, line), text, LINE_BYTES)), line)
 
     def _chosen(self, record: Record, line: int) -> Example:
-        for name, wanted in self.source.where.items():
-            if find(record, name) not in (wanted if isinstance(wanted, list) else [wanted]):
+        for name, allowed in self.source.where.items():
+            if find(record, name) not in (allowed if isinstance(allowed, list) else [allowed]):
                 raise LeftOut(f"{name} is another than `where` says")
         try:
             converted = self._convert(record)
@@ -242,7 +244,7 @@ class Reading:
             elif name not in self.without_form:
                 self.without_form.append(name)
         example = self._example(values, line)
-        if images or any(image_parts(one) for one in (example.prompt, example.response, example.rejected)):
+        if images or any(image_parts(part) for part in (example.prompt, example.response, example.rejected)):
             return self._with_images(example, images, line)
         return example
 
@@ -266,16 +268,16 @@ class Reading:
         for name in OTHER_MEDIA:
             if record.get(name):
                 raise BrokenImage(f"the field {name!r} is given, and videos and sounds are not supported; remove it")
-        given = record.get(field)
-        given = [given] if given is not None and not isinstance(given, list | tuple) else given or []
-        names = [images.add(image, beside) for image in given if image is not None]
+        values = record.get(field)
+        values = [values] if values is not None and not isinstance(values, list | tuple) else values or []
+        names = [images.add(image, beside) for image in values if image is not None]
         kept = {name: kept_messages(value, images, beside) for name, value in record.items() if name != field}
         return ({**kept, field: names} if names else kept), names
 
     def _with_images(self, example: Example, images: list[str], line: int) -> Example:
         """Return the example with a record's images at their marks. Raises BrokenImage for another number of marks."""
-        given = example.prompt
-        prompt = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        prompt_given = example.prompt
+        prompt = [{"role": "user", "content": prompt_given}] if isinstance(prompt_given, str) else prompt_given
         response = example.response if isinstance(example.response, list) else []
         messages, vision = with_images([*prompt, *response], images), self.vision
         assert vision is not None
@@ -294,10 +296,10 @@ class Reading:
         Raises UserError for a missing field or a wrong type, and LeftOut.
         """
         source, where = self.source, place(self.source.path, line)
-        given: tuple[str, ...] = ()
+        fields: tuple[str, ...] = ()
         response = rejected = None
         if self.pairs:
-            given = (source.chosen_field, source.rejected_field)
+            fields = (source.chosen_field, source.rejected_field)
             prompt, response, rejected = pair_of(source, record, where)
         elif self.responses:
             # The configured field, else one that is common in supervised data sets.
@@ -305,7 +307,7 @@ class Reading:
             if "response_field" not in self._named and find(record, field) is ABSENT:
                 usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
                 field = next(usual, field)
-            given = (field,)
+            fields = (field,)
             prompt, response, left = given_response(source, record, field, where)
             if left:
                 self.notes.setdefault("messages behind the last turn to train on are left out", line)
@@ -326,7 +328,7 @@ class Reading:
         with located(f"{where}: {source.template_field!r}"):
             own_arguments = {} if arguments is ABSENT else template_arguments(arguments)
         # Fields with other names are kept too: a verifier may use the data's own name.
-        used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
+        used = {*fields, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
         metadata = {name: value for name, value in record.items() if name not in used}
         for name in metadata.keys() - self._read_columns - set(system):
             if metadata[name] not in (None, "", []):
@@ -340,10 +342,10 @@ class Reading:
             answer = str(answer)  # verifiers compare text
         arguments = {**source.template, **own_arguments}
         messages = [m for part in (prompt, response, rejected) if isinstance(part, list) for m in part]
-        said = [("user", prompt), *((message["role"], message.get("content")) for message in messages)]
+        messages_by_role = [("user", prompt), *((message["role"], message.get("content")) for message in messages)]
         marked = bool(record.get(source.images_field) or record.get(IMAGE))
-        for role, one in said[isinstance(prompt, list) :] if self.vision is None else ():
-            if isinstance(one, list) or (marked and isinstance(one, str) and MARK in one):
+        for role, content in messages_by_role[isinstance(prompt, list) :] if self.vision is None else ():
+            if isinstance(content, list) or (marked and isinstance(content, str) and MARK in content):
                 raise UserError(
                     f"{where}: a {role}'s message has an image, and the model reads text; take a model that sees "
                     "(`braid check` says which), or leave images out by a `convert` of your own"
@@ -364,16 +366,16 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of
     these. Raises UserError if there is no such turn, or no message before it.
     """
-    given = find_required(where, "response", field, record)
-    starts = given[0] if isinstance(given, list) and given else None
+    response_value = find_required(where, "response", field, record)
+    starts = response_value[0] if isinstance(response_value, list) and response_value else None
     if isinstance(starts, dict) and not (is_answer(starts) and find(record, source.prompt_field) is not ABSENT):
-        messages, least = check_messages(where, field, given), 0
+        messages, least = check_messages(where, field, response_value), 0
     elif field in CONVERSATIONS and not isinstance(starts, dict):
-        said = f"is {kind_of(given)}" if starts is None else f"holds {kind_of(starts)}"
-        raise UserError(f"{where}: {field!r} {said}; write a list of messages {{role, content}}")
+        fault = f"is {kind_of(response_value)}" if starts is None else f"holds {kind_of(starts)}"
+        raise UserError(f"{where}: {field!r} {fault}; write a list of messages {{role, content}}")
     else:
         prompt = prompt_of(source, record, where)
-        response = check_response(where, field, given)
+        response = check_response(where, field, response_value)
         if isinstance(response, str):
             return prompt, response, 0
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -428,14 +430,14 @@ def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) 
     """Return the value at a field. Raises UserError naming the nearest field that there is."""
     value = find(record, field)
     if value is ABSENT:
-        known = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
+        names = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
         if field in record:
             raise UserError(
                 f"{where}: the field {field!r} for the {what} is null. Leave such rows out, or set {what}_field of "
                 "this source."
             )
         raise UserError(
-            f"{where}: no field {field!r} for the {what}. {suggest(field, known)} Set {what}_field of this source."
+            f"{where}: no field {field!r} for the {what}. {suggest(field, names)} Set {what}_field of this source."
         )
     return value
 
@@ -478,21 +480,21 @@ def sharegpt_message(message: Record) -> ChatMessage:
     """Return a message {from, value} as {role, content}. Raises UserError for an unknown role, and a call that is not
     JSON.
     """
-    speaker, said = message["from"], message.get("value")
+    speaker, content = message["from"], message.get("value")
     if speaker not in SHAREGPT:
         raise UserError(
             f"nothing is known of from={speaker!r}; {suggest(speaker, SHAREGPT)} Write it, or a `convert` of your own"
         )
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
     if speaker not in CALLS:
-        return {**others, "role": SHAREGPT[speaker], "content": said}
+        return {**others, "role": SHAREGPT[speaker], "content": content}
     try:
-        calls = parse_json(said) if isinstance(said, str) else said
+        calls = parse_json(content) if isinstance(content, str) else content
     except ValueError as error:
         raise UserError(f"the call is not JSON: {error}; write {{name, arguments}}") from None
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise UserError(f"the call is {kind_of(said)} without a name; write {{name, arguments}}")
+        raise UserError(f"the call is {kind_of(content)} without a name; write {{name, arguments}}")
     functions = [{"type": "function", "function": call} for call in calls]
     return {**others, "role": "assistant", "content": None, "tool_calls": functions}
 
@@ -522,8 +524,8 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
         has_images = len(parts) and len(parts) == len(content or ()) and any(part["type"] == IMAGE for part in parts)
         for key in ("role",) if has_images else ("role", "content"):
             if not isinstance(normalized.get(key), str):
-                said = f"is {kind_of(normalized[key])}" if normalized.get(key) is not None else "is missing"
-                raise UserError(f"{where}: {key!r} of message {number} of {field!r} {said}; write text")
+                fault = f"is {kind_of(normalized[key])}" if normalized.get(key) is not None else "is missing"
+                raise UserError(f"{where}: {key!r} of message {number} of {field!r} {fault}; write text")
         normal.append(normalized)
     return normal
 

@@ -74,28 +74,30 @@ class Facts:
     def of_parts(parts: Sequence[Mapping[str, Any]]) -> "Facts":
         """Return the statistics of a source from those of its parts."""
         each = [Facts(**part) for part in parts]
-        images = sum((Counter(one.images) for one in each), Counter[str]())
+        images = sum((Counter(facts.images) for facts in each), Counter[str]())
         unanswered = min(
-            (one for one in each if one.unanswered is not None), key=lambda one: one.unanswered or 0, default=None
+            (facts for facts in each if facts.unanswered is not None),
+            key=lambda facts: facts.unanswered or 0,
+            default=None,
         )
         return Facts(
-            read=sum(one.read for one in each),
+            read=sum(facts.read for facts in each),
             left_out=each[0].left_out,
             without_form=each[0].without_form,
-            longest_prompt=max(one.longest_prompt for one in each),
-            longest_row=max(one.longest_row for one in each),
-            shortest=min((one.shortest for one in each if one.shortest), default=0),
+            longest_prompt=max(facts.longest_prompt for facts in each),
+            longest_row=max(facts.longest_row for facts in each),
+            shortest=min((facts.shortest for facts in each if facts.shortest), default=0),
             unanswered=unanswered.unanswered if unanswered else None,
             unanswered_fields=unanswered.unanswered_fields if unanswered else [],
-            notes=first_lines([one.notes for one in each]),
-            unread=first_lines([one.unread for one in each]),
+            notes=first_lines([facts.notes for facts in each]),
+            unread=first_lines([facts.unread for facts in each]),
             images=dict(images),
         )
 
 
 def first_lines(each: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Return the least line of each key of several mappings."""
-    return {key: min(one.get(key, sys.maxsize) for one in each) for mapping in each for key in mapping}
+    return {key: min(lines.get(key, sys.maxsize) for lines in each) for mapping in each for key in mapping}
 
 
 class LoadingRanks(Protocol):
@@ -245,10 +247,10 @@ def write_part(
     if share is None:
         return {}
     reading, facts = share.reading, Facts()
-    given = 2 if reading.pairs else int(reading.responses)
+    responses = 2 if reading.pairs else int(reading.responses)
     ids, mask = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.bool_())
     types = [("example", pyarrow.large_string()), ("prompt", ids)]
-    for name in RESPONSES[:given]:
+    for name in RESPONSES[:responses]:
         types += [(name, ids), (f"{name}_trained", mask)]
     types += [("images", pyarrow.large_string())] if template.vision else []
     schema = pyarrow.schema(types)
@@ -260,7 +262,7 @@ def write_part(
     try:
         # A file of Python's: its errors name the fault alone.
         with unfinished.open("wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
-            for rows in rows_of(reading, batches, template, data.max_prompt_tokens, given, facts):
+            for rows in rows_of(reading, batches, template, data.max_prompt_tokens, responses, facts):
                 writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema))
         if share.stopped.is_set():
             return {}
@@ -284,24 +286,24 @@ def write_part(
 VALUES = operator.attrgetter(*(each.name for each in fields(Example)))
 
 
-def unread_by(template: PromptTemplate, example: Example, seen: set[tuple[str, str]]) -> Iterator[str]:
+def unread_by(template: PromptTemplate, example: Example, tried: set[tuple[str, str]]) -> Iterator[str]:
     """Yield what the chat template does not read of an example: tools, arguments and fields of messages.
 
-    Each field is tried once; `seen` has those that were.
+    Each field is tried once, and then is in `tried`.
     """
-    if example.tools and ("", "tools") not in seen:
-        seen.add(("", "tools"))
+    if example.tools and ("", "tools") not in tried:
+        tried.add(("", "tools"))
         if not template.shows_tools:
             yield UNREAD_TOOLS
-    for name in template.unread_arguments if ("", ",".join(template.arguments)) not in seen else ():
+    for name in template.unread_arguments if ("", ",".join(template.arguments)) not in tried else ():
         yield f"the chat template does not read the argument {name!r}"
-    seen.add(("", ",".join(template.arguments)))
+    tried.add(("", ",".join(template.arguments)))
     for part in (example.prompt, example.response, example.rejected):
         for message in part if isinstance(part, list) else ():
             # Templates write the name of a tool; that of a speaker is read by few.
             for name in message.keys() - (READ if message["role"] == "tool" else READ - {"name"}):
-                if (message["role"], name) not in seen:
-                    seen.add((message["role"], name))
+                if (message["role"], name) not in tried:
+                    tried.add((message["role"], name))
                     if template.unread(message["role"], name, message[name]):
                         yield f"the chat template does not read {name!r} of {message['role']} messages"
 
@@ -320,11 +322,11 @@ def rows_of(
     batches: Iterable[list[Example]],
     template: PromptTemplate,
     limit: int,
-    given: int,
+    responses_kept: int,
     facts: Facts,
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows of each batch of examples, and fill in the facts. Raises UserError for an invalid example."""
-    path, seen = reading.source.path, set[tuple[str, str]]()
+    path, tried = reading.source.path, set[tuple[str, str]]()
     special = special_text(template.tokenizer) if template.is_chat else None
     for batch in batches:
         rows = []
@@ -335,7 +337,7 @@ def rows_of(
                 row_template = template.with_arguments(example.arguments)
                 texts.append(row_template.render(example.prompt, example.tools))
                 notes = [
-                    *unread_by(row_template, example, seen),
+                    *unread_by(row_template, example, tried),
                     *(special_in(example, special) if special else ()),
                 ]
                 for note in notes:
@@ -354,7 +356,7 @@ def rows_of(
         for example, text, ids, images in zip(batch, texts, prompts, spans, strict=True):
             if len(ids) > limit:
                 continue
-            answers = [answer for answer in (example.response, example.rejected)[:given] if answer is not None]
+            answers = [answer for answer in (example.response, example.rejected)[:responses_kept] if answer is not None]
             responses = list[Given]()
             with located(place(path, example.line)) if answers else nullcontext():
                 begin, responses = template.encode_given(example, answers, text) if answers else (text, [])

@@ -95,11 +95,11 @@ class PromptTemplate:
         messages, _ = chat.TRIALS[0]
         try:
             tag = OPENING.search(self.apply(messages, opens=True))
-            given = tag and self.apply([*messages, {"role": "assistant", "content": chat.MARK}]).partition(chat.MARK)[0]
+            head = tag and self.apply([*messages, {"role": "assistant", "content": chat.MARK}]).partition(chat.MARK)[0]
         except UserError:  # the template refuses this conversation; of others nothing is known
             return ""
         # The tag may be the name of the role, which a given turn has too.
-        return tag[1] if tag and not str(given).rstrip().endswith(tag[1]) else ""
+        return tag[1] if tag and not str(head).rstrip().endswith(tag[1]) else ""
 
     def unread(self, role: str, field: str, value: Any) -> bool:
         """Return True if the chat template writes a message with a field as it does without."""
@@ -208,20 +208,20 @@ class PromptTemplate:
         # verbose=False avoids warnings about long prompts, which the length filter drops later.
         settings = {"add_special_tokens": begins, "return_attention_mask": False, "verbose": False}
         encoded: list[list[int]] = self.tokenizer(list(map(whole_text, texts)), **settings)["input_ids"]
-        found, bos = [], self.tokenizer.bos_token_id
+        ids_of_texts, bos = [], self.tokenizer.bos_token_id
         for ids in encoded if begins else ():
             ids = ids[: len(ids) - self._appended]
             while bos is not None and ids[:2] == [bos, bos]:
                 ids = ids[1:]
-            found.append(ids)
-        return found if begins else encoded
+            ids_of_texts.append(ids)
+        return ids_of_texts if begins else encoded
 
     @cached_property
     def _appended(self) -> int:
         """Return the number of special tokens that the tokenizer appends to a text."""
-        plain, whole = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-        ends = [end for end in range(len(plain), len(whole) + 1) if whole[end - len(plain) : end] == plain]
-        return len(whole) - ends[-1] if ends else 0
+        plain, marked = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        ends = [end for end in range(len(plain), len(marked) + 1) if marked[end - len(plain) : end] == plain]
+        return len(marked) - ends[-1] if ends else 0
 
     def encode(self, prompt: Prompt, tools: chat.Tools = ()) -> list[int]:
         """Tokenise one prompt. Raises UserError if the chat template refuses the messages."""
@@ -240,35 +240,35 @@ class PromptTemplate:
         template opens a turn with a tag that it writes only around reasoning, and a response has none, the prompt ends
         before the tag. Raises UserError for a turn that the template renders otherwise.
         """
-        begins, found = [], []
+        begins, turns_of = [], []
         for response in responses:
             begin, turns = self._turns(example, response, opened)
             begins.append(begin)
-            found.append(turns)
+            turns_of.append(turns)
         prompt = min(begins, key=len, default=opened)
         if not all(begin.startswith(prompt) for begin in begins):
             raise UserError(RENDERED_OTHERWISE)
-        given = []
-        for response, begin, turns in zip(responses, begins, found, strict=True):
+        encoded = []
+        for response, begin, turns in zip(responses, begins, turns_of, strict=True):
             ids, trained, _ = self._encode_turns(begin[len(prompt) :], turns)
             expanded, spans = self.expand(ids, names_in(response))
-            given.append(Given(expanded, untrained_images(trained, spans), spans))
-        return prompt, given
+            encoded.append(Given(expanded, untrained_images(trained, spans), spans))
+        return prompt, encoded
 
     def _encode_turns(self, begin: str, turns: Sequence[Turn]) -> Given:
         """Tokenise the turns of a response, whose first one continues the text `begin`."""
-        given, end = Given([], []), self.end_id
+        encoded, end = Given([], []), self.end_id
         for number, turn in enumerate(turns):
-            said, after = self.encode_texts([turn.said if number else begin + turn.said, turn.after])
+            turn_ids, after = self.encode_texts([turn.said if number else begin + turn.said, turn.after])
             is_last = number == len(turns) - 1
             if is_last:
-                ended = said and said[-1] in (end, self.tokenizer.eos_token_id)
+                ended = turn_ids and turn_ids[-1] in (end, self.tokenizer.eos_token_id)
                 after = [] if ended else [end]
             # A special token that closes turns is in the text between them, and belongs to the turn.
             closing = int(after[:1] == [end])
-            given.ids.extend([*said, *after])
-            given.trained.extend([turn.is_trained] * (len(said) + closing) + [False] * (len(after) - closing))
-        return given
+            encoded.ids.extend([*turn_ids, *after])
+            encoded.trained.extend([turn.is_trained] * (len(turn_ids) + closing) + [False] * (len(after) - closing))
+        return encoded
 
     def _turns(self, example: Example, response: Response, opened: str) -> tuple[str, list[Turn]]:
         """Return the prompt before a response, and the response's turns."""
@@ -285,16 +285,16 @@ class PromptTemplate:
                     turns[-1] = turns[-1]._replace(after=f"{turns[-1].after}\n\n{message['content']}")
             return opened, turns
         template, before = self.with_arguments(example.arguments), self.messages(example.prompt)
-        whole, tools = [*before, *response], example.tools
-        full, closing = template.apply(whole, tools), self.tokenizer.decode([self.end_id])
-        numbers = [n for n in range(len(before), len(whole)) if whole[n]["role"] == "assistant"]
+        conversation, tools = [*before, *response], example.tools
+        full, closing = template.apply(conversation, tools), self.tokenizer.decode([self.end_id])
+        numbers = [n for n in range(len(before), len(conversation)) if conversation[n]["role"] == "assistant"]
         starts, begin = [], opened
         for number in numbers:
             is_prompt = number == len(before) and before[-1]["role"] != "assistant"
-            written = opened if is_prompt else template.apply(whole[:number], tools, opens=True)
+            written = opened if is_prompt else template.apply(conversation[:number], tools, opens=True)
             if not full.startswith(written):
                 # The template may open a turn with text that earlier turns do not have, such as an empty `<think>`.
-                marked = [*whole[:number], {"role": "assistant", "content": chat.MARK}]
+                marked = [*conversation[:number], {"role": "assistant", "content": chat.MARK}]
                 written = template.apply(marked, tools).partition(chat.MARK)[0]
             if not full.startswith(written):
                 raise UserError(RENDERED_OTHERWISE)
@@ -302,15 +302,15 @@ class PromptTemplate:
         if template.opening_tag and opened.startswith(full[: starts[0]]):
             begin = full[: starts[0]]
         for number, start, stop in zip(numbers, starts, [*starts[1:], len(full)], strict=True):
-            segment, content = full[start:stop], whole[number]["content"]
+            segment, content = full[start:stop], conversation[number]["content"]
             end = segment.find(closing)
             # Without a special token that closes turns, the turn ends with its content.
             end = segment.find(content) + len(content) if end < 0 else end
-            trained = chat.is_trained(whole[number])
-            if trained and (unread := unread_part(whole[number], segment[:end])):
+            trained = chat.is_trained(conversation[number])
+            if trained and (unread := unread_part(conversation[number], segment[:end])):
                 raise UserError(
                     RENDERED_OTHERWISE
-                    if len(numbers) > 1 and not template.unread("assistant", unread, whole[number][unread])
+                    if len(numbers) > 1 and not template.unread("assistant", unread, conversation[number][unread])
                     else f"the chat template does not write {unread!r} of a trained message; take a model whose "
                     "template does, or move it into `content` by a `convert` of your own"
                 )
@@ -346,14 +346,14 @@ class PromptTemplate:
 def unread_part(message: chat.ChatMessage, text: str) -> str | None:
     """Return the field of a message that a rendered turn lacks: its reasoning or its calls."""
     for name in chat.REASONING:
-        said = message.get(name)
-        if isinstance(said, str) and said.strip() not in text:
+        reasoning = message.get(name)
+        if isinstance(reasoning, str) and reasoning.strip() not in text:
             return name
     calls = (call.get("function", call) for call in message.get("tool_calls", ()))
     return None if all(str(call.get("name")) in text for call in calls) else "tool_calls"
 
 
-def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:
+def retokenized(rows: Rows, generating: Any, of_role: PromptTemplate) -> Rows:
     """Return identity, length, tokens, action_mask and sequence_lengths of rows in the token ids of a role's own prompt
     template.
 
@@ -363,7 +363,7 @@ def retokenized(rows: Rows, generating: Any, own: PromptTemplate) -> Rows:
     prompts, answers, endings = [], [], chat.end_of_sequence_ids(generating)
     for number in range(len(rows)):
         about = rows["metadata"][number]
-        template = own.with_arguments(about.get(chat.TEMPLATE) or {})
+        template = of_role.with_arguments(about.get(chat.TEMPLATE) or {})
         prompts.append(template.encode(about["prompt"], chat.tools_of(about.get("tools")) or []))
         ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
         text = generating.decode(ids, skip_special_tokens=True)

@@ -110,8 +110,8 @@ def token_column(
 
     def add(function: ColumnFunction) -> ColumnFunction:
         title = name or function.__name__
-        known = token_columns.get(title)
-        if known is not None and getattr(known.function, "__module__", None) != function.__module__:
+        registered = token_columns.get(title)
+        if registered is not None and getattr(registered.function, "__module__", None) != function.__module__:
             raise ValueError(f"a column {title!r} is registered already; choose another name")
         token_columns[title] = TokenColumn(title, dtype, tuple(shape), function=function)
         return function

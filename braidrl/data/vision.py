@@ -94,42 +94,42 @@ class Vision:
 
     def expansion(self, name: str) -> list[int]:
         """Return the ids that stand for an image. Raises BrokenImage if its form does not suit the processor."""
-        known = self._expansions.get(name)
-        if known is None:
+        ids = self._expansions.get(name)
+        if ids is None:
             try:
-                known = self.family.expansion(self, name)
+                ids = self.family.expansion(self, name)
             except ValueError as error:
                 raise BrokenImage(f"the image {name}: {first_line(error)}") from None
-            keep(self._expansions, name, known)
-        return known
+            keep(self._expansions, name, ids)
+        return ids
 
     def expand(self, ids: Sequence[int], names: Sequence[str]) -> tuple[list[int], list[ImageSpan]]:
         """Return ids in which each placeholder is replaced by the tokens of the next image, and the images' spans.
 
         Raises UserError if there are more or fewer placeholders than images.
         """
-        places = [place for place, token in enumerate(ids) if token == self.placeholder_token]
+        places = [position for position, token in enumerate(ids) if token == self.placeholder_token]
         if len(places) != len(names):
             raise UserError(
                 f"the text has {len(places)} placeholders {self.placeholder} for {len(names)} images; use a chat "
                 "template that writes one for each image, and remove others from the text"
             )
-        made, spans, done = list[int](), list[ImageSpan](), 0
-        for place, name in zip(places, names, strict=True):
-            made += ids[done:place]
+        expanded, spans, done = list[int](), list[ImageSpan](), 0
+        for position, name in zip(places, names, strict=True):
+            expanded += ids[done:position]
             tokens = self.expansion(name)
-            spans.append(ImageSpan(name, len(made), len(tokens)))
-            made += tokens
-            done = place + 1
-        return [*made, *ids[done:]], spans
+            spans.append(ImageSpan(name, len(expanded), len(tokens)))
+            expanded += tokens
+            done = position + 1
+        return [*expanded, *ids[done:]], spans
 
     def collapse(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> list[int]:
         """Invert `expand`: return ids with one placeholder for each image, as engines take them that expand them."""
-        made, done = list[int](), 0
+        collapsed, done = list[int](), 0
         for span in spans:
-            made += [*ids[done : span.start], self.placeholder_token]
+            collapsed += [*ids[done : span.start], self.placeholder_token]
             done = span.start + span.tokens
-        return [*made, *ids[done:]]
+        return [*collapsed, *ids[done:]]
 
     def processed(self, name: str) -> Any:
         """Return what the image processor makes of one image. Raises ValueError for a shape that it does not take."""
@@ -141,10 +141,10 @@ class Vision:
     def pixels(self, name: str) -> Mapping[str, Tensor]:
         """Return the tensors that the image processor makes of one image."""
         try:
-            found = self.processed(name)
+            tensors = self.processed(name)
         except ValueError as error:
             raise UserError(f"the image {self.store.path(name)}: {first_line(error)}") from None
-        pixels = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        pixels = {key: value for key, value in tensors.items() if isinstance(value, Tensor)}
         if GRID in pixels:
             keep(self._grids, name, pixels[GRID])
         return pixels
@@ -154,21 +154,21 @@ class Vision:
         return self._grids[name] if name in self._grids else self.pixels(name)[GRID]
 
 
-def keep(known: dict[str, Any], name: str, value: Any) -> None:
+def keep(cache: dict[str, Any], name: str, value: Any) -> None:
     """Remember a value; the oldest is forgotten, so that memory stays flat."""
-    if len(known) >= KNOWN:
-        del known[next(iter(known))]
-    known[name] = value
+    if len(cache) >= KNOWN:
+        del cache[next(iter(cache))]
+    cache[name] = value
 
 
 def untrained_images(trained: Sequence[bool], spans: Sequence[ImageSpan]) -> list[bool]:
     """Return the mask of trained ids after `Vision.expand`: tokens of images are not trained."""
-    made, done = list[bool](), 0
+    mask, done = list[bool](), 0
     for span in spans:
-        before = span.start - len(made)
-        made += [*trained[done : done + before], *[False] * span.tokens]
+        before = span.start - len(mask)
+        mask += [*trained[done : done + before], *[False] * span.tokens]
         done += before + 1
-    return [*made, *trained[done:]]
+    return [*mask, *trained[done:]]
 
 
 def moved(spans: Sequence[Sequence[Any]], by: int) -> list[ImageSpan]:
