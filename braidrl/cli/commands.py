@@ -205,8 +205,8 @@ def list_kind(
     from braidrl.cli.catalogue import KINDS, catalogue
 
     if kind is None:
-        for known in KINDS:
-            say(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
+        for family in KINDS:
+            say(f"{family}: {', '.join(listed.name for listed in catalogue(family))}")
         return
     for listed in catalogue(kind):
         say(f"{listed.name}\n    {listed.about}")
@@ -260,8 +260,8 @@ def plan(
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.observe.progress import Terminal
 
-    wanted = Wanted(devices, lengths, seconds or (), rates, max_staleness, time_limit)
-    find_plans(config, wanted, overlay, trace, Terminal())
+    request = Wanted(devices, lengths, seconds or (), rates, max_staleness, time_limit)
+    find_plans(config, request, overlay, trace, Terminal())
 
 
 @app.command()
@@ -336,15 +336,15 @@ def rollouts(
     from braidrl.cli.show_rollouts import serve, show_row, show_table
     from braidrl.observe.episodes import Filter
 
-    wanted = Filter(step, min_reward, max_reward, min_tokens, max_tokens, ended, sort)
+    rows_to_show = Filter(step, min_reward, max_reward, min_tokens, max_tokens, ended, sort)
     if web:
-        if row is not None or evaluation is not None or wanted != Filter():
+        if row is not None or evaluation is not None or rows_to_show != Filter():
             raise UserError("--web has its own filters; write it alone, with --port")
         serve(run, port, say)
     elif row is not None:
         show_row(run, evaluation, row, say)
     else:
-        show_table(run, evaluation, wanted, rows, say)
+        show_table(run, evaluation, rows_to_show, rows, say)
 
 
 @app.command()
@@ -407,12 +407,12 @@ def main() -> None:
     except Exception as error:
         # A worker's message has its own traceback.
         is_known = isinstance(error, UserError | WorkerError)
-        said = str(error) if is_known else no_room(error) or limit_reached(error)
-        if not said and isinstance(error, WRONG_PATH) and error.filename:
-            said = f"{error.filename}: {error.strerror}; give another path"
-        if not said or (debug and not isinstance(error, WorkerError)):
+        message = str(error) if is_known else no_room(error) or limit_reached(error)
+        if not message and isinstance(error, WRONG_PATH) and error.filename:
+            message = f"{error.filename}: {error.strerror}; give another path"
+        if not message or (debug and not isinstance(error, WorkerError)):
             raise
-        for line in said.splitlines() if isinstance(error, Problems) else [said]:
+        for line in message.splitlines() if isinstance(error, Problems) else [message]:
             say(f"braid: {line}", err=True)
         sys.exit(EXIT_FAILURE if isinstance(error, FailedStep | WorkerError) else EXIT_USER_ERROR)
     finally:

@@ -142,12 +142,12 @@ class Inspector:
         self._server.close()
 
 
-def unusable(folder: Path, mark: str, own: str) -> str:
+def unusable(folder: Path, mark: str, mark_here: str) -> str:
     """Create a file in the run's folder; return the reason if the node cannot use the folder, else empty text."""
     if not (folder / mark).exists():
         return f"{folder} here is not the command's: its files are not seen; put the run on a shared file system"
     try:
-        (folder / own).touch()
+        (folder / mark_here).touch()
     except OSError as error:
         return f"{folder} cannot be written: {error.strerror}"
     return ""
@@ -190,23 +190,25 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
         looks = {
             node: inspector.look.remote(node, paths_of(config), folder, mark) for node, inspector in inspectors.items()
         }
-        seen: dict[str, NodeReport] = answers(cluster.ray, looks, limit_s)
-        others = {node: [report for peer, report in seen.items() if peer != node] for node in seen}
-        asked = {node: inspectors[node].reach.remote(peers) for node, peers in others.items()}
-        for node, closed in answers(cluster.ray, asked, limit_s).items():
-            seen[node].closed = closed
+        reports: dict[str, NodeReport] = answers(cluster.ray, looks, limit_s)
+        others = {node: [report for peer, report in reports.items() if peer != node] for node in reports}
+        reached = {node: inspectors[node].reach.remote(peers) for node, peers in others.items()}
+        for node, closed in answers(cluster.ray, reached, limit_s).items():
+            reports[node].closed = closed
         silent = {"Ray": f"it did not answer within {limit_s:g} s"}
-        return [seen.get(node) or NodeReport(f"node {node}", unseen=silent) for node in inspectors]
+        return [reports.get(node) or NodeReport(f"node {node}", unseen=silent) for node in inspectors]
     finally:
         for left in folder.glob(f"{mark}*") if folder is not None else ():
             left.unlink()
 
 
-def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+def answers(ray: Any, references: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     """Return the answers of nodes that answer within `limit_s` seconds; a node lost meanwhile gives none."""
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
+    ready, _ = (
+        ray.wait(list(references.values()), num_returns=len(references), timeout=limit_s) if references else ([], [])
+    )
     answered = {}
-    for node, reference in asked.items():
+    for node, reference in references.items():
         if reference in ready:
             with contextlib.suppress(ray.exceptions.RayError):
                 answered[node] = ray.get(reference)

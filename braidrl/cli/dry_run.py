@@ -86,11 +86,13 @@ def checked_and_shown(config: Config, console: Console) -> list[tuple[DeviceGrou
     config = prepared.config
     check_engine_memory(prepared)
     groups = device_groups(prepared.deployment)
-    found = [(group, [footprint(use, prepared.deployment, group.devices) for use in group.uses]) for group in groups]
-    show(prepared, found, chosen, console)
-    for line in verdict(prepared, found):
+    footprints = [
+        (group, [footprint(use, prepared.deployment, group.devices) for use in group.uses]) for group in groups
+    ]
+    show(prepared, footprints, chosen, console)
+    for line in verdict(prepared, footprints):
         console.print(line, soft_wrap=True, style="bold")
-    return found
+    return footprints
 
 
 REMEDIES = {
@@ -106,22 +108,22 @@ STATE = (
 )
 
 
-def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]) -> Iterator[str]:
+def verdict(prepared: Prepared, groups: list[tuple[DeviceGroup, list[Footprint]]]) -> Iterator[str]:
     """Yield, for each kind of device, whether the run fits, the largest part of memory, and a remedy."""
     config = prepared.config
     memory, where = device_memory(config.device), "a device"
     if memory is None and choose_device(config.device).type == "cpu":
         memory, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
-    for group, footprints in found:
+    for group, footprints in groups:
         if not footprints:
             continue
         resident, _ = moving(prepared.deployment, footprints)
         # On a CPU all processes share this machine's memory.
         needed = peak(footprints, resident) * (group.devices if where == "this machine" else 1)
         size, name, part = max(
-            (size, f"{one.use.role}: {part}", part)
-            for one in footprints
-            for part, size in {**one.resident, **one.working}.items()
+            (size, f"{usage.use.role}: {part}", part)
+            for usage in footprints
+            for part, size in {**usage.resident, **usage.working}.items()
         )
         largest = f"largest is {name} ({in_units(size)})"
         if memory is None:
@@ -149,26 +151,26 @@ def parameters_of(shape: Shape) -> str:
 
 
 def show(
-    prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], chosen: Sequence[str], console: Console
+    prepared: Prepared, groups: list[tuple[DeviceGroup, list[Footprint]]], chosen: Sequence[str], console: Console
 ) -> None:
     """Print a table for each group of devices, and the sizes of a batch."""
     config = prepared.config
     console.print(f"flow {prepared.flow.name}, runtime {config.runtime}: nothing was trained, no weights were read")
-    for group, footprints in found:
+    for group, footprints in groups:
         title = f"{group.devices} device{'s' * (group.devices > 1)}, on each"
         table = Table("role", "part", "memory", title=title, title_justify="left")
         table.columns[2].justify = "right"
-        for one in footprints:
-            name = f"{one.use.role}: {one.shape.name}, {parameters_of(one.shape)}"
-            for part, size in {**one.resident, **one.working}.items():
+        for usage in footprints:
+            name = f"{usage.use.role}: {usage.shape.name}, {parameters_of(usage.shape)}"
+            for part, size in {**usage.resident, **usage.working}.items():
                 table.add_row(name, part, in_units(size))
                 name = ""
         resident, moved = moving(prepared.deployment, footprints)
         table.add_row("together, at its peak", "", in_units(peak(footprints, resident)), style="bold")
         console.print(table)
-        computes = any(one.working for one in footprints)
-        if resting := [one for one in footprints if computes and CACHE in one.resident]:
-            names = ", ".join(f"{one.use.role} {in_units(one.resident[CACHE])}" for one in resting)
+        computes = any(usage.working for usage in footprints)
+        if resting := [usage for usage in footprints if computes and CACHE in usage.resident]:
+            names = ", ".join(f"{usage.use.role} {in_units(usage.resident[CACHE])}" for usage in resting)
             console.print(f"keys and values that leave while roles infer or train: {names}", soft_wrap=True)
         if moved:
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)

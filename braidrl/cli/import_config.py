@@ -73,29 +73,29 @@ class Framework:
         return next((row for row_key, row in self.table.items() if "*" in row_key and fnmatchcase(key, row_key)), None)
 
 
-def verl_flow(given: Mapping[str, Any]) -> str:
-    named = str(given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
-    managers = (given.get("reward_model.reward_manager"), given.get("reward.reward_manager.name"))
-    if named == "grpo" and (given.get("algorithm.filter_groups.enable") or "dapo" in managers):
+def verl_flow(keys: Mapping[str, Any]) -> str:
+    named = str(keys.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
+    managers = (keys.get("reward_model.reward_manager"), keys.get("reward.reward_manager.name"))
+    if named == "grpo" and (keys.get("algorithm.filter_groups.enable") or "dapo" in managers):
         return "dapo"
     return import_rules.VERL_FLOWS.get(named, "grpo")
 
 
-def trl_flow(given: Mapping[str, Any]) -> str:
-    words = re.findall(r"grpo|rloo|dpo|sft|reward", str(given.get(COMMAND_LINE, "")))
+def trl_flow(keys: Mapping[str, Any]) -> str:
+    words = re.findall(r"grpo|rloo|dpo|sft|reward", str(keys.get(COMMAND_LINE, "")))
     if words:
         return "reward_model" if words[-1] == "reward" else str(words[-1])
-    if any(key in given for key in ("num_generations", "max_completion_length", "reward_funcs", "epsilon")):
+    if any(key in keys for key in ("num_generations", "max_completion_length", "reward_funcs", "epsilon")):
         return "grpo"
-    if any(key in given for key in ("beta", "label_smoothing", "precompute_ref_log_probs", "ld_alpha")):
+    if any(key in keys for key in ("beta", "label_smoothing", "precompute_ref_log_probs", "ld_alpha")):
         return "dpo"
     return "sft"
 
 
-def openrlhf_flow(given: Mapping[str, Any]) -> str:
-    word = re.search(r"train_(sft|dpo|rm|ppo)", str(given.get(COMMAND_LINE, "")))
+def openrlhf_flow(keys: Mapping[str, Any]) -> str:
+    word = re.search(r"train_(sft|dpo|rm|ppo)", str(keys.get(COMMAND_LINE, "")))
     named = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}.get(word[1] if word else "")
-    return named or import_rules.OPENRLHF_FLOWS.get(str(given.get("advantage_estimator", "gae")), "grpo")
+    return named or import_rules.OPENRLHF_FLOWS.get(str(keys.get("advantage_estimator", "gae")), "grpo")
 
 
 def finish_verl(imported: Imported) -> None:
@@ -191,12 +191,12 @@ def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
             pairs = list((overrides if framework.has_overrides else arguments)(words[at + 1 :]))
             begin = words.index("launch") + 1 if "launch" in words[:at] else 0
             launched = dict(arguments([word for word in words[begin:at] if word.startswith("-") or begin]))
-            given = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
+            keys_given = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
             if framework.name == "TRL" and begin:
-                given = {**launched, **given}
-            if framework.name == "TRL" and isinstance(config := given.pop("config", None), str):
-                given = {**read_source(path.parent / config)[1], **given}
-            lines = framework, given
+                keys_given = {**launched, **keys_given}
+            if framework.name == "TRL" and isinstance(config := keys_given.pop("config", None), str):
+                keys_given = {**read_source(path.parent / config)[1], **keys_given}
+            lines = framework, keys_given
             break
     if lines is None:
         names = "verl.trainer.main_ppo, openrlhf.cli.train_ppo_ray, slime's train.py, or trl grpo"
@@ -209,31 +209,29 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
 
     Raises UserError for a file of no known framework, or one without a model.
     """
-    framework, given = read_source(path)
-    given = {key: referred(value, given) for key, value in given.items()}
-    known = {key: row["default"] for key, row in framework.table.items() if "default" in row}
+    framework, source_keys = read_source(path)
+    source_keys = {key: referred(value, source_keys) for key, value in source_keys.items()}
+    defaults = {key: row["default"] for key, row in framework.table.items() if "default" in row}
     usable = {
         key: value
-        for key, value in given.items()
+        for key, value in source_keys.items()
         if value not in (None, "???", {}) and not UNKNOWN_TO_READERS.search(str(value))
     }
     # Keys follow the table's order, so that a rule finds what rows above it have made.
     order = {key: number for number, key in enumerate(framework.table)}
-    keys = sorted(known | usable, key=lambda key: order.get(key, len(order)))
-    imported = Imported(known | usable, path.parent)
+    keys = sorted(defaults | usable, key=lambda key: order.get(key, len(order)))
+    imported = Imported(defaults | usable, path.parent)
     imported.flow = imported.made["flow"] = framework.flow(imported.given)
     outcomes = {key: translate(framework, imported, key) for key in keys}
     framework.finish(imported)
     for key, outcome in outcomes.items():
-        if reason := next(
-            (imported.dropped[made] for made in outcome.text.split(", ") if made in imported.dropped), None
-        ):
+        if reason := next((imported.dropped[to] for to in outcome.text.split(", ") if to in imported.dropped), None):
             outcomes[key] = KeyOutcome(DECIDE, reason)
-    for key in given.keys() - usable.keys():
+    for key in source_keys.keys() - usable.keys():
         row = framework.row(key) or {}
         is_needless = not row.keys() & {"to", "rule", "decide"} and "note" in row
-        outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(given[key])
-    outcomes = {key: outcomes[key] for key in given if key != COMMAND_LINE}
+        outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(source_keys[key])
+    outcomes = {key: outcomes[key] for key in source_keys if key != COMMAND_LINE}
     for key, advice in imported.advice.items():
         outcomes[key] = KeyOutcome(DECIDE, advice)
     if "model" not in imported.made:
@@ -244,10 +242,10 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     return nested(imported.made), outcomes
 
 
-def referred(value: Any, given: Mapping[str, Any]) -> Any:
+def referred(value: Any, keys: Mapping[str, Any]) -> Any:
     """Return the value that a reference of Hydra names, as in `${data.max_prompt_length}`; others unchanged."""
     match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-    return given.get(match[1], value) if match else value
+    return keys.get(match[1], value) if match else value
 
 
 def without_value(value: Any) -> KeyOutcome:
@@ -273,19 +271,19 @@ def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
     values = {str(theirs).lower(): ours for theirs, ours in row.get("values", {}).items()}
     if values and "rule" not in row:
         is_known = str(value).lower() in values
-        made = values.get(str(value).lower(), Decide(row.get("else", f"{to} has no value like {shown(value)}")))
-        if is_known and made is None:
+        translated = values.get(str(value).lower(), Decide(row.get("else", f"{to} has no value like {shown(value)}")))
+        if is_known and translated is None:
             return KeyOutcome(TRANSLATED, f"{to}, as by default")
     else:
         try:
             imported.key = key
-            made = RULES[row.get("rule", "")](imported, value, to)
+            translated = RULES[row.get("rule", "")](imported, value, to)
         except (TypeError, ValueError, KeyError, IndexError):
-            made = Decide(f"{shown(value)} is no value that is known for {to or key}")
-    if isinstance(made, Decide):
-        return KeyOutcome(DECIDE, made)
-    if made is not None:
-        imported.made[to] = made
+            translated = Decide(f"{shown(value)} is no value that is known for {to or key}")
+    if isinstance(translated, Decide):
+        return KeyOutcome(DECIDE, translated)
+    if translated is not None:
+        imported.made[to] = translated
         return KeyOutcome(TRANSLATED, to)
     if len(imported.together) > together:
         return KeyOutcome(TRANSLATED, to)
@@ -296,10 +294,10 @@ def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
     return KeyOutcome(TRANSLATED, to) if related else KeyOutcome(WITHOUT, f"no effect with the other keys; {note}")
 
 
-def nested(made: Mapping[str, Any]) -> dict[str, Any]:
+def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted keys as nested mappings."""
     tree: dict[str, Any] = {}
-    for key, value in made.items():
+    for key, value in dotted.items():
         section = tree
         *sections, last = key.split(".")
         for name in sections:

@@ -94,10 +94,10 @@ def coefficient_of_kl(imported: Imported, in_loss: Any, in_reward: Any, estimato
         advice = Decide(f"{imported.flow} has its KL term {where}")
     imported.made["algorithm.kl_coef"] = float(value)
     if value and estimator is not None:
-        known = ESTIMATORS.get(str(estimator).rstrip("+"))
-        if known is None:
+        known_estimator = ESTIMATORS.get(str(estimator).rstrip("+"))
+        if known_estimator is None:
             return Decide(f"no estimator is called {estimator}; see `braid list kl-estimators`")
-        imported.made["algorithm.kl_estimator"] = known
+        imported.made["algorithm.kl_estimator"] = known_estimator
     return advice
 
 
@@ -204,8 +204,8 @@ def aggregate(imported: Imported, value: Any, to: str) -> Any:
         longest = imported.get("data.max_response_length", "max_completion_length", default=512)
         most = imported.get(f"{ACTOR}.loss_scale_factor", default=longest)
         return {"name": "token-sum-norm", "max_tokens": int(most)}
-    known = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean")
-    return value if value in known else Decide("see `braid list aggregations`")
+    names = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "prompt-mean")
+    return value if value in names else Decide("see `braid list aggregations`")
 
 
 def trl_loss(imported: Imported, value: Any, to: str) -> Any:
@@ -219,8 +219,8 @@ def trl_loss(imported: Imported, value: Any, to: str) -> Any:
         imported.made["algorithm.aggregate"] = means[name]
     elif name == "dr_grpo":
         imported.made["algorithm.aggregate"] = aggregate(imported, "seq-mean-token-sum-norm", to)
-    made = loss(imported, name, to) if name in LOSSES else None
-    return made if made or name in means or name == "dr_grpo" else Decide("see `braid list losses`")
+    translated = loss(imported, name, to) if name in LOSSES else None
+    return translated if translated or name in means or name == "dr_grpo" else Decide("see `braid list losses`")
 
 
 def overlong(imported: Imported, value: Any, to: str) -> Any:
@@ -336,9 +336,9 @@ def verified(imported: Imported, entry: Any) -> list[Any]:
     path = Path(str(entry["path"] if isinstance(entry, dict) else entry)).expanduser()
     counts = sources_in(path if path.is_absolute() else imported.folder / path)
     if counts is None:
-        known = {name: verifier_of(name) or verifier_of(f"openai/{name}") for name in (path.stem, path.parent.name)}
-        counts = Counter({name: 1 for name, verifier in known.items() if verifier})
-        guess = next((verifier for verifier in known.values() if verifier), None)
+        guesses = {name: verifier_of(name) or verifier_of(f"openai/{name}") for name in (path.stem, path.parent.name)}
+        counts = Counter({name: 1 for name, verifier in guesses.items() if verifier})
+        guess = next((verifier for verifier in guesses.values() if verifier), None)
         imported.advice["reward.verify"] = (
             f"{path} is not here to be read: "
             + (f"{guess} is a guess from its name" if guess else "`exact` is Braid's default")
@@ -368,7 +368,7 @@ def rewards_by_source(imported: Imported) -> None:
     train = imported.made.get("data.train")
     if train is not None:
         entries = [
-            made for entry in (train if isinstance(train, list) else [train]) for made in verified(imported, entry)
+            part for entry in (train if isinstance(train, list) else [train]) for part in verified(imported, entry)
         ]
         verifiers = [entry.get("verify") if isinstance(entry, dict) else None for entry in entries]
         if len(set(verifiers)) == 1 and verifiers[0]:
@@ -377,13 +377,13 @@ def rewards_by_source(imported: Imported) -> None:
         short = [entry["path"] if isinstance(entry, dict) and len(entry) == 1 else entry for entry in entries]
         imported.made["data.train"] = short[0] if len(short) == 1 and isinstance(short[0], str) else short
     for name, entry in (imported.made.get("data.eval") or {}).items():
-        found = verified(imported, entry)
+        sources = verified(imported, entry)
         if (
-            len(found) == 1
-            and isinstance(found[0], dict)
-            and found[0].get("verify") != imported.made.get("reward.verify")
+            len(sources) == 1
+            and isinstance(sources[0], dict)
+            and sources[0].get("verify") != imported.made.get("reward.verify")
         ):
-            imported.made["data.eval"][name] = found[0]
+            imported.made["data.eval"][name] = sources[0]
 
 
 def verify(imported: Imported, value: Any, to: str) -> Any:
@@ -416,25 +416,25 @@ REWARDS = {
 def reward_functions(imported: Imported, value: Any, to: str) -> Any:
     """Return the verifiers for TRL's reward functions, with their weights."""
     names, weights = value if isinstance(value, list) else [value], imported.get("reward_weights", default=[])
-    made = []
+    verifiers = []
     for number, name in enumerate(names):
-        known = REWARDS.get(str(name))
-        if known is None and ":" in str(name):  # a function of the script itself
-            known, function = str(name), str(name).rpartition(":")[2]
+        verifier = REWARDS.get(str(name))
+        if verifier is None and ":" in str(name):  # a function of the script itself
+            verifier, function = str(name), str(name).rpartition(":")[2]
             imported.advice["reward_funcs"] = (
                 f"{function}(completions, ...) becomes {function}(response, answer, metadata)"
             )
-        if known is None and "." not in str(name):
+        if verifier is None and "." not in str(name):
             return Decide("a function of yours is file.py:function, called with response, answer and metadata")
-        if known is None:
+        if verifier is None:
             module, _, function = str(name).rpartition(".")
-            known = f"{module}:{function}"
+            verifier = f"{module}:{function}"
             imported.advice["reward_funcs"] = (
                 f"{function}(completions, ...) becomes {function}(response, answer, metadata)"
             )
-        entry = known if isinstance(known, dict) else {"name": known}
-        made.append({**entry, "weight": float(weights[number])} if number < len(weights) else entry)
-    return made[0]["name"] if len(made) == 1 and len(made[0]) == 1 else made
+        entry = verifier if isinstance(verifier, dict) else {"name": verifier}
+        verifiers.append({**entry, "weight": float(weights[number])} if number < len(weights) else entry)
+    return verifiers[0]["name"] if len(verifiers) == 1 and len(verifiers[0]) == 1 else verifiers
 
 
 def reward_model(imported: Imported, value: Any, to: str) -> Any:
@@ -528,11 +528,11 @@ def trl_batch(imported: Imported) -> None:
             "rollout.samples_per_prompt": 2 if imported.flow != "sft" else 1,
         }
     if "trainer.steps" not in imported.made:
-        made = epochs(imported, imported.get("num_train_epochs", default=3), "")
-        if isinstance(made, Decide):
-            imported.advice.setdefault("num_train_epochs", made)
-        elif made is not None:
-            imported.made["trainer.steps"] = made
+        steps = epochs(imported, imported.get("num_train_epochs", default=3), "")
+        if isinstance(steps, Decide):
+            imported.advice.setdefault("num_train_epochs", steps)
+        elif steps is not None:
+            imported.made["trainer.steps"] = steps
     if world > 1:
         imported.made |= {"workers": world, "runtime": "distributed"}
 
@@ -642,8 +642,8 @@ def vllm(imported: Imported, value: Any, to: str) -> Any:
 
 def trackers(imported: Imported, value: Any, to: str) -> Any:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
-    if made := [{"name": name} for name in names if name in TRACKERS]:
-        imported.made[to] = [*imported.made.get(to, []), *made]
+    if sections := [{"name": name} for name in names if name in TRACKERS]:
+        imported.made[to] = [*imported.made.get(to, []), *sections]
     unknown = [name for name in names if name not in (*TRACKERS, "console", "file", "none", "False")]
     return Decide(f"no tracker is called {', '.join(unknown)}; see `braid list trackers`") if unknown else None
 

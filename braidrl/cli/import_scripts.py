@@ -48,8 +48,8 @@ def arithmetic(text: str) -> int | None:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            found = OPERATORS[type(node.op)](value(node.left), value(node.right))
-            return int(found)
+            result = OPERATORS[type(node.op)](value(node.left), value(node.right))
+            return int(result)
         raise ValueError
 
     try:
@@ -181,7 +181,7 @@ class PythonScript:
 
     def given(self) -> dict[str, Any]:
         """Return keys and values, by the names that TRL's commands have."""
-        found = dict[str, Any]()
+        keys = dict[str, Any]()
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Call):
                 continue
@@ -189,15 +189,15 @@ class PythonScript:
             if TRAINER.search(name):
                 pairs = [(word.arg, word.value) for word in node.keywords if word.arg and word.arg != "args"]
                 for key, value in pairs:
-                    found |= self.data(key, value) or {key: self.value(value)}
+                    keys |= self.data(key, value) or {key: self.value(value)}
             elif name.rpartition(".")[2] == "LoraConfig":
-                found["use_peft"] = True
+                keys["use_peft"] = True
                 for word in node.keywords:
                     key = word.arg or ""
-                    found[LORA.get(key, key if key.startswith("lora_") else f"lora_{key}")] = self.value(word.value)
-        if found.get("use_peft"):
-            found.pop("peft_config", None)
-        return found
+                    keys[LORA.get(key, key if key.startswith("lora_") else f"lora_{key}")] = self.value(word.value)
+        if keys.get("use_peft"):
+            keys.pop("peft_config", None)
+        return keys
 
     def data(self, key: str, value: ast.expr) -> dict[str, Any]:
         """Return what `load_dataset` was called with, if this argument is its result."""
@@ -208,8 +208,8 @@ class PythonScript:
             return {}
         names = ("dataset_name", "dataset_config")
         keywords = {"path": names[0], "name": names[1], "split": "dataset_train_split"}
-        found = dict(zip(names, map(self.value, value.args), strict=False))
-        return found | {keywords[w.arg]: self.value(w.value) for w in value.keywords if w.arg in keywords}
+        keys = dict(zip(names, map(self.value, value.args), strict=False))
+        return keys | {keywords[w.arg]: self.value(w.value) for w in value.keywords if w.arg in keywords}
 
     def value(self, node: ast.expr) -> Any:
         """Return a literal, also by its variable, and the place of a function; anything else as `$(text)`."""
@@ -244,9 +244,9 @@ def overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for word in filter(None, words):  # the script's own arguments are none
         key, has_value, value = word.partition("=")
         if has_value and not key.startswith("-"):
-            found = scalar(value)
+            parsed = scalar(value)
             yield from (
-                flat({key.lstrip("+~"): found}) if isinstance(found, dict) and found else [(key.lstrip("+"), found)]
+                flat({key.lstrip("+~"): parsed}) if isinstance(parsed, dict) and parsed else [(key.lstrip("+"), parsed)]
             )
         else:
             yield key, value or None
@@ -264,8 +264,8 @@ def arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             values.append(word)
             continue
         if name:
-            found = [scalar(value) for value in values]
-            yield name, True if not found else found[0] if len(found) == 1 else found
+            read = [scalar(value) for value in values]
+            yield name, True if not read else read[0] if len(read) == 1 else read
         elif values:
             yield values[0], None
         key, has_value, value = word.lstrip("-").partition("=")

@@ -47,13 +47,13 @@ class Wanted:
     time_limit: float | None = None
 
 
-def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
+def plan(config: Config, request: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
     """Find the best plans, print them, and write the first.
 
     Raises UserError for what cannot be planned, and for models that do not fit.
     """
-    problem = problem_of(config, wanted)
-    plans = best_plans(problem, wanted)
+    problem = problem_of(config, request)
+    plans = best_plans(problem, request)
     show(problem, plans, console)
     if trace is not None:
         trace.write_text(json.dumps(chrome_trace(spans_of(plans[0]))), encoding="utf-8")
@@ -64,61 +64,63 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, trace: Path | Non
     return plans
 
 
-def problem_of(config: Config, wanted: Wanted) -> Problem:
+def problem_of(config: Config, request: Wanted) -> Problem:
     """Return the planning problem. Raises UserError for an input that cannot be read."""
-    cluster, config = read_cluster(wanted.devices), with_fetched(config, with_weights=False)
+    cluster, config = read_cluster(request.devices), with_fetched(config, with_weights=False)
     flow = build_flow(config)
     sources: list[LoadedSource] = []
     # A plan needs no data: lengths may be given instead.
     if config.data.train and all(source.path.exists() for source in config.data.train):
-        given = "response" in flow.needs_from_data()
+        responses = "response" in flow.needs_from_data()
         tokenizer = load_tokenizer(config.model)
         vision = load_vision(config.model, config.data.images)
-        sources = load_train(config.data, tokenizer, responses=given, pairs=flow.trains_on_pairs, vision=vision)
-    lengths = batch_lengths(config, wanted.lengths, sources)
-    rates = read_rates(wanted.rates) if wanted.rates is not None else {}
+        sources = load_train(config.data, tokenizer, responses=responses, pairs=flow.trains_on_pairs, vision=vision)
+    lengths = batch_lengths(config, request.lengths, sources)
+    rates = read_rates(request.rates) if request.rates is not None else {}
     names = [stage.name for stage in flow.stages]
-    found = {}
-    for one in wanted.seconds:
-        name, _, seconds = one.rpartition("=")
+    seconds_of = {}
+    for pair in request.seconds:
+        name, _, seconds = pair.rpartition("=")
         if name not in names:
-            raise UserError(f"--seconds: flow {flow.name} has no stage {name or one!r}. {suggest(name or one, names)}")
+            raise UserError(
+                f"--seconds: flow {flow.name} has no stage {name or pair!r}. {suggest(name or pair, names)}"
+            )
         try:
-            found[name] = float(seconds)
+            seconds_of[name] = float(seconds)
         except ValueError:
-            found[name] = math.nan
-        if not 0 <= found[name] < math.inf:
-            raise UserError(f"--seconds: {one!r} is not STAGE=SECONDS, as in --seconds {names[0]}=2.5")
-    return Problem(config, flow, cluster, lengths, rates, found)
+            seconds_of[name] = math.nan
+        if not 0 <= seconds_of[name] < math.inf:
+            raise UserError(f"--seconds: {pair!r} is not STAGE=SECONDS, as in --seconds {names[0]}=2.5")
+    return Problem(config, flow, cluster, lengths, rates, seconds_of)
 
 
-def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
+def best_plans(problem: Problem, request: Wanted) -> list[Plan]:
     """Return the best plans of all runtimes, fastest first. Raises UserError if the models fit on no allocation."""
     problem.check_stages()
-    until = time.monotonic() + wanted.time_limit if wanted.time_limit is not None else None
+    until = time.monotonic() + request.time_limit if request.time_limit is not None else None
     search = Search(problem, SHOWN, until)
-    found: list[Plan] = []
+    plans: list[Plan] = []
     if problem.cluster.size == 1:
-        found += search.colocated("eager")
-        found += [] if found else search.hybrid()
+        plans += search.colocated("eager")
+        plans += [] if plans else search.hybrid()
     else:
         # Where roles share all devices, no controller is needed.
-        found += search.colocated("distributed")
-        found += search.hybrid()
+        plans += search.colocated("distributed")
+        plans += search.hybrid()
     if any(model.generates for model in problem.models.values()):
         # For each bound on staleness from the configuration's on. Staleness adds stages: recomputed log-probs for a
         # correction.
-        given = problem.config.trainer.max_staleness
-        for staleness in range(given, max(given, wanted.max_staleness or 0) + 1):
+        configured = problem.config.trainer.max_staleness
+        for staleness in range(configured, max(configured, request.max_staleness or 0) + 1):
             if search.is_over():
                 break
             trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
             config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
             late = Search(replace(problem, config=config, flow=build_flow(config)), until=until)
-            late.has_plan = bool(found)
+            late.has_plan = bool(plans)
             streamed = late.streaming(staleness)
-            found += [streamed] if streamed is not None else []
-    return sorted(found, key=lambda one: one.seconds)[:SHOWN]
+            plans += [streamed] if streamed is not None else []
+    return sorted(plans, key=lambda plan: plan.seconds)[:SHOWN]
 
 
 def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
@@ -127,10 +129,10 @@ def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
     Raises UserError without rollouts.
     """
     cluster = read_cluster(devices)
-    known = read_rates(file) if file.is_file() else {}
-    rates = calibrate([observe(run, cluster) for run in runs], known)
-    every = {**known, cluster.groups[0].kind: rates}
-    plain = {kind: one.model_dump(mode="json") for kind, one in every.items()}
+    earlier = read_rates(file) if file.is_file() else {}
+    rates = calibrate([observe(run, cluster) for run in runs], earlier)
+    every = {**earlier, cluster.groups[0].kind: rates}
+    plain = {kind: kind_rates.model_dump(mode="json") for kind, kind_rates in every.items()}
     file.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     return rates
 

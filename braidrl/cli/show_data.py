@@ -50,13 +50,13 @@ def show_data(config: Config, console: Console | None = None) -> None:
         )
         for omission in source.omissions():
             console.print(escape(omission), soft_wrap=True)
-        if seen := source.facts.images:
-            ordered = sorted((int(number), count) for number, count in seen.items())
+        if counts_of_images := source.facts.images:
+            ordered = sorted((int(number), count) for number, count in counts_of_images.items())
             console.print("images a row: " + ", ".join(f"{number} in {count} rows" for number, count in ordered))
         lengths = {name: source.lengths(name) for name in ("prompt", *RESPONSES)}
-        known = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
+        token_counts = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
         table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
-        for name, tokens in known.items():
+        for name, tokens in token_counts.items():
             counts, _ = np.histogram(tokens, bins=min(BINS, int(np.ptp(tokens)) + 1))
             tops = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
             histogram = "".join(BARS[top] for top in tops)
@@ -73,14 +73,14 @@ def show_data(config: Config, console: Console | None = None) -> None:
             else:
                 write(tokenizer.decode(vision.collapse(source.prompt(row_number).tolist(), spans[0])))
             for number, name in enumerate(RESPONSES, start=1):
-                if (given := source.response(row_number, name)) is not None:
+                if (response := source.response(row_number, name)) is not None:
                     ids = (
-                        given[0].tolist()
+                        response[0].tolist()
                         if not spans or vision is None
-                        else vision.collapse(given[0].tolist(), spans[number])
+                        else vision.collapse(response[0].tolist(), spans[number])
                     )
                     write(f"── {name}: {tokenizer.decode(ids)}")
-            for span in (one for part in spans or [] for one in part):
+            for span in (s for part in spans or [] for s in part):
                 assert vision is not None
                 height, width = vision.store.size(span.name)
                 write(f"── image: {width} x {height} pixels, {span.tokens} tokens, {vision.store.path(span.name)}")

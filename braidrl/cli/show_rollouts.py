@@ -15,15 +15,17 @@ def figure(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def show_table(run: Path, evaluation: str | None, wanted: Filter, rows: int, say: Say) -> None:
+def show_table(run: Path, evaluation: str | None, row_filter: Filter, rows: int, say: Say) -> None:
     """Print the first rows that pass a filter. Raises UserError if there are no recordings."""
     index = RowIndex(run, evaluation)
-    chosen = index.choose(wanted)
+    chosen = index.choose(row_filter)
     names = [name for name in SHOWN if name in index.numbers]
     lines = [["row", *names]]
     for row in chosen[:rows]:
-        known = index.summary(row)
-        lines.append([f"{known['step']}.{known['group']}.{known['sample']}", *(figure(known[name]) for name in names)])
+        summary = index.summary(row)
+        lines.append(
+            [f"{summary['step']}.{summary['group']}.{summary['sample']}", *(figure(summary[name]) for name in names)]
+        )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
         say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
@@ -43,7 +45,11 @@ def show_row(run: Path, evaluation: str | None, name: str, say: Say) -> None:
     say(", ".join(f"{key} {figure(value)}" for key, value in shown["numbers"].items()))
     for segment in shown["segments"]:
         say(f"\n--- {', '.join(facts_of(segment))}")
-        say(segment["text"] if segment["text"] is not None else " ".join(str(one["id"]) for one in segment["tokens"]))
+        say(
+            segment["text"]
+            if segment["text"] is not None
+            else " ".join(str(token["id"]) for token in segment["tokens"])
+        )
     if shown["other_columns"]:
         say(f"\nalso recorded: {', '.join(shown['other_columns'])}")
 
@@ -57,7 +63,7 @@ def facts_of(segment: dict[str, Any]) -> Iterator[str]:
     for name, value in segment.get("values", {}).items():
         yield f"{name} {figure(value)}"
     for name in segment["tokens"][0].keys() - {"id", "text", "image"} if segment["tokens"] else ():
-        numbers = [one[name] for one in segment["tokens"] if one[name] is not None]
+        numbers = [token[name] for token in segment["tokens"] if token[name] is not None]
         if numbers:
             yield f"mean {name} {figure(sum(numbers) / len(numbers))}"
 

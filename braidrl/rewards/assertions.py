@@ -85,10 +85,10 @@ class Names(dict[str, Any]):
         super().__init__()
         self.imports = imports
         self.ask, self.entry, self.asserted, self.foreign = ask, entry, 0, False
-        self.subjects, known = named_under_test(imports.tree, entry, imports.names)
+        self.subjects, values = named_under_test(imports.tree, entry, imports.names)
         self.pytest = Pytest()
         builtin = {"__import__": self.imported, "isinstance": self.is_instance}
-        self.update(known, __name__=MODULE, __builtins__=vars(builtins) | builtin)
+        self.update(values, __name__=MODULE, __builtins__=vars(builtins) | builtin)
         self.update({COUNT: self.count, IS: self.same, TYPE: self.type_of})
 
     def __missing__(self, name: str) -> Any:
@@ -190,8 +190,8 @@ def collected(names: Names, called: set[str]) -> Iterator[Callable[[], Any]]:
         elif name.startswith("test"):
             yield from map(awaited, calls_of(value, defined))
         elif name == "check":
-            given = len(inspect.signature(value).parameters)
-            yield partial(lambda check, given: check(*[candidate(names)] * given), value, given)
+            candidates = len(inspect.signature(value).parameters)
+            yield partial(lambda check, count: check(*[candidate(names)] * count), value, candidates)
 
 
 def candidate(names: Names) -> Any:
@@ -211,11 +211,11 @@ def run_awaitable(awaitable: Any, **_: Any) -> Any:
     """Do what `asyncio.run` does, with a coroutine of the program too."""
     import asyncio
 
-    async def whole() -> Any:
+    async def main() -> Any:
         return await awaitable
 
     with asyncio.Runner() as runner:
-        return runner.run(whole())
+        return runner.run(main())
 
 
 def awaited(call: Callable[[], Any]) -> Callable[[], Any]:

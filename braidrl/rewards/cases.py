@@ -89,7 +89,7 @@ def listed(answer: Mapping[str, Any]) -> Any:
         inputs, outputs = answer.get("inputs") or [], answer.get("outputs") or []
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise ValueError("the tests' `inputs` and `outputs` are no lists of one length")
-        return [{"input": given, "output": out} for given, out in zip(inputs, outputs, strict=True)]
+        return [{"input": text, "output": out} for text, out in zip(inputs, outputs, strict=True)]
     if "input" in answer and "output" in answer:
         return [dict(answer)]
     for key in TESTS:
@@ -107,24 +107,24 @@ def case_of(test: Any, entry: str, setup: str) -> Case:
         return Asserted(text, entry)
     if not isinstance(test, dict) or "input" not in test or "output" not in test:
         raise ValueError(f"a test has `input` and `output`, or is a text of asserts, not {str(test)[:80]}")
-    given, expected = test["input"], test["output"]
+    case_input, expected = test["input"], test["output"]
     function = next((str(test[key]) for key in ENTRY if test.get(key)), entry)
     if function and test.get("testtype", "functional") != "stdin":
-        return Called(function, arguments_of(given), value_of(expected))
-    if not isinstance(given := joined(given), str) or not isinstance(expected := joined(expected), str):
+        return Called(function, arguments_of(case_input), value_of(expected))
+    if not isinstance(case_input := joined(case_input), str) or not isinstance(expected := joined(expected), str):
         raise ValueError(
             f"a test has texts as `input` and `output`, or names its function in fn_name: {str(test)[:80]}"
         )
-    return Printed(given, expected)
+    return Printed(case_input, expected)
 
 
-def arguments_of(given: Any) -> list[Any]:
+def arguments_of(arguments: Any) -> list[Any]:
     """Return a call's arguments: a list of them, or a text with one of them in JSON on each line."""
-    if isinstance(given, str):
-        given = [value_of(line) for line in given.splitlines() if line.strip()]
-    if not isinstance(given, list):
-        raise ValueError(f"the arguments of a function are a list, not {str(given)[:80]}")
-    return given
+    if isinstance(arguments, str):
+        arguments = [value_of(line) for line in arguments.splitlines() if line.strip()]
+    if not isinstance(arguments, list):
+        raise ValueError(f"the arguments of a function are a list, not {str(arguments)[:80]}")
+    return arguments
 
 
 def value_of(text: Any) -> Any:

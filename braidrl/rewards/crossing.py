@@ -89,34 +89,34 @@ class Peer:
     foreign: type["Foreign"]
     """What stands here for a value of the other end."""
 
-    def __init__(self, asked: Any, answered: Any) -> None:
-        """Write to the file `asked`, read from the file `answered`."""
-        self.asked, self.answered, self.own = asked, answered, list[Any]()
+    def __init__(self, requests: Any, answers: Any) -> None:
+        """Write to the file `requests`, read from the file `answers`."""
+        self.asked, self.answered, self.own = requests, answers, list[Any]()
         self.numbers, self.errors = dict[int, int](), dict[int, type[BaseException]]()
 
-    def ask(self, verb: str, on: Any = None, name: str = "", *given: Any, **named: Any) -> Any:
+    def ask(self, verb: str, on: Any = None, name: str = "", *arguments: Any, **named: Any) -> Any:
         """Return the other end's answer, and answer what it asks meanwhile; raise what it raises."""
-        sent = [self.encoded(value) for value in given]
+        sent = [self.encoded(value) for value in arguments]
         self.send(
             {"ask": [verb, self.encoded(on), name, sent, {key: self.encoded(value) for key, value in named.items()}]}
         )
-        while "ask" in (said := self.receive()):
-            self.send(self.answer(said["ask"]))
-        if "error" in said:
-            raise self.raised(said)
-        for mine, changed in zip(given, said.get("changed") or (), strict=False):
+        while "ask" in (answer := self.receive()):
+            self.send(self.answer(answer["ask"]))
+        if "error" in answer:
+            raise self.raised(answer)
+        for mine, changed in zip(arguments, answer.get("changed") or (), strict=False):
             if changed is not None:
                 replace(mine, self.decoded(changed))
-        return self.decoded(said.get("value"))
+        return self.decoded(answer.get("value"))
 
     def answer(self, request: Any) -> dict[str, Any]:
         """Do what the other end asks; return the value, or the exception."""
         try:
             verb, on, name, sent, named = request
-            given = [self.decoded(one) for one in sent]
-            by_name = {key: self.decoded(one) for key, one in named.items()}
-            value = self.encoded(self.do(verb, self.decoded(on), name, given, by_name))
-            changed = [self.encoded(one) if type(one).__name__ in MUTABLE else None for one in given]
+            arguments = [self.decoded(argument) for argument in sent]
+            by_name = {key: self.decoded(argument) for key, argument in named.items()}
+            value = self.encoded(self.do(verb, self.decoded(on), name, arguments, by_name))
+            changed = [self.encoded(argument) if type(argument).__name__ in MUTABLE else None for argument in arguments]
         except self.caught as error:
             return self.described_error(error)
         return {
@@ -126,24 +126,24 @@ class Peer:
 
     caught: tuple[type[BaseException], ...] = (Exception,)
 
-    def do(self, verb: str, on: Any, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+    def do(self, verb: str, on: Any, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         """Do one thing that the other end asks."""
         if verb == "call":
-            return on(*given, **named)
+            return on(*arguments, **named)
         if verb == "attribute":
             return getattr(on, name)
         if verb == "set":
-            return setattr(on, name, *given)
+            return setattr(on, name, *arguments)
         if verb == "method":
-            return getattr(on, name)(*given)
+            return getattr(on, name)(*arguments)
         if verb == "operator":
-            return getattr(operator, name)(*given)
+            return getattr(operator, name)(*arguments)
         if verb == "next":
             return next(on)
         if verb == "truth":
             return bool(on)
         if verb == "instance":
-            return isinstance(given[0], on)
+            return isinstance(arguments[0], on)
         raise ValueError(verb)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -241,10 +241,10 @@ class Peer:
         kind = self.dataclass(name)
         if kind is None or list(getattr(kind, "__dataclass_fields__", ())) != list(fields):
             return self.foreign(self, int(number))
-        found = object.__new__(kind)
+        instance = object.__new__(kind)
         for key, value in fields.items():
-            object.__setattr__(found, key, value)
-        return found
+            object.__setattr__(instance, key, value)
+        return instance
 
     def dataclass(self, name: str) -> Any:
         """Return the class of that name here, if there is one."""
@@ -291,14 +291,14 @@ class Peer:
         except Exception:
             return {"error": "Exception", "arguments": [], "text": "", "instance": self.keep(error)}
 
-    def raised(self, said: dict[str, Any]) -> BaseException:
+    def raised(self, answer: dict[str, Any]) -> BaseException:
         """Return an exception of the other end."""
-        kind = self.exception(said["error"])
+        kind = self.exception(answer["error"])
         try:
-            error = kind(*(self.decoded(argument) for argument in said["arguments"]))
+            error = kind(*(self.decoded(argument) for argument in answer["arguments"]))
         except (TypeError, ValueError):
-            error = kind(str(said.get("text")))
-        error._foreign = self.foreign(self, int(said["instance"]))  # type: ignore[attr-defined]
+            error = kind(str(answer.get("text")))
+        error._foreign = self.foreign(self, int(answer["instance"]))  # type: ignore[attr-defined]
         return error
 
 
@@ -337,8 +337,8 @@ class Foreign:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._peer.ask("call", self, "", *given, **named)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._peer.ask("call", self, "", *arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ATTRIBUTES:
@@ -378,20 +378,20 @@ class Foreign:
 
 
 def special(name: str) -> Callable[..., Any]:
-    def asked(self: Any, *given: Any) -> Any:
+    def called(self: Any, *arguments: Any) -> Any:
         try:
-            return self._peer.ask("method", self, name, *given)
+            return self._peer.ask("method", self, name, *arguments)
         except AttributeError as error:  # Python raises TypeError for missing special methods
             raise TypeError(str(error)) from None
 
-    return asked
+    return called
 
 
 def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
-    def asked(self: Any, other: Any) -> Any:
+    def called(self: Any, other: Any) -> Any:
         return self._peer.ask("operator", None, name, *((other, self) if reflected else (self, other)))
 
-    return asked
+    return called
 
 
 ASKED = "len str repr getitem setitem delitem contains reversed int float index abs neg pos invert round enter format"
@@ -421,11 +421,11 @@ class ProgramPeer(Peer):
         """Answer requests until the test's process closes the connection."""
         self.names = names
         while True:
-            said = self.answer(self.receive()["ask"])
+            answer = self.answer(self.receive()["ask"])
             sys.stdout.flush()
-            self.send(said)
+            self.send(answer)
 
-    def do(self, verb: str, on: Any, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+    def do(self, verb: str, on: Any, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         if verb == "name":
             return self.names[name]
         if verb == "functions":
@@ -439,7 +439,7 @@ class ProgramPeer(Peer):
             return asyncio.run(awaited())
         if verb == "base":
             return base_of(on)
-        return super().do(verb, on, name, given, named)
+        return super().do(verb, on, name, arguments, named)
 
     def standard(self, name: str) -> Any:
         """Return a type or function of a standard module, which a test has named."""

@@ -30,21 +30,21 @@ def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction:
         raise ValueError("the example has no `instruction_id_list`, or `kwargs` of another length")
     text = prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"])
     followed = []
-    for name, given in zip(names, arguments or [{}] * len(names), strict=True):
+    for name, settings_given in zip(names, arguments or [{}] * len(names), strict=True):
         if name not in RULES:
             raise ValueError(f"no rule is called {name!r}; there are {', '.join(RULES)}")
         # Data sets from the hub have all keys in each row; unused ones are null.
-        known = {key: value for key, value in (given or {}).items() if value is not None}
+        settings = {key: value for key, value in (settings_given or {}).items() if value is not None}
         if name == "combination:repeat_prompt":
-            known.setdefault("prompt_to_repeat", text)
-        followed.append(bool(response.strip()) and RULES[name](response, **known))
+            settings.setdefault("prompt_to_repeat", text)
+        followed.append(bool(response.strip()) and RULES[name](response, **settings))
     share = sum(followed) / len(followed)
     return Score(share if fraction else float(all(followed)), correct=all(followed))
 
 
-def compared(count: int, relation: Relation, wanted: int) -> bool:
-    """Return whether a count is `at least` or `less than` the wanted number."""
-    return count >= wanted if relation == "at least" else count < wanted
+def compared(count: int, relation: Relation, limit: int) -> bool:
+    """Return whether a count is `at least` or `less than` the limit."""
+    return count >= limit if relation == "at least" else count < limit
 
 
 def begins(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:

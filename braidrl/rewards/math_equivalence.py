@@ -57,7 +57,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
         raise ValueError(f"the reference answer {text[:80]!r} cannot be read as mathematics")
     if boxed and "\\boxed" not in response:
         return False
-    boxes, given = boxed_parts(response), [response]
+    boxes, answers = boxed_parts(response), [response]
     if len(boxes) > 1:
         joined = 1
         while joined < len(boxes):
@@ -66,8 +66,8 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
                 break
             joined += 1
         members = len(gold[0].args) if type(gold[0]).__name__ == "FiniteSet" else joined
-        given = [" and ".join(f"\\boxed{{{box}}}" for box, _, _ in boxes[-count:]) for count in {joined, members}]
-    return any(equal(gold, parse(accepted, parsing_timeout=None)) for accepted in given)
+        answers = [" and ".join(f"\\boxed{{{box}}}" for box, _, _ in boxes[-count:]) for count in {joined, members}]
+    return any(equal(gold, parse(accepted, parsing_timeout=None)) for accepted in answers)
 
 
 def readable(text: str) -> str:
@@ -100,31 +100,31 @@ def alternatives(answer: Any) -> Any:
     return answer
 
 
-def equal(gold: Any, given: Any) -> bool:
+def equal(gold: Any, answer: Any) -> bool:
     """Return whether two parsed answers are equal.
 
     math-verify rounds numbers to six decimals, so exact ones must agree relatively too; and it takes a symbol for any
     complex number, so expressions are also compared where both are real. Numbers in two bases differ. Inequalities
     equal the interval that they describe. The same text is equal, also where its value is too large to compute.
     """
-    if len({base_of(gold), base_of(given)} - {None}) > 1:
+    if len({base_of(gold), base_of(answer)} - {None}) > 1:
         return False
-    if gold and given and isinstance(gold[-1], str) and gold[-1] == given[-1]:
+    if gold and answer and isinstance(gold[-1], str) and gold[-1] == answer[-1]:
         return True
-    expected, answered = (parts[0] if parts and isinstance(parts[0], sympy.Expr) else None for parts in (gold, given))
-    right = verify(gold, given, timeout_seconds=None)
+    expected, answered = (parts[0] if parts and isinstance(parts[0], sympy.Expr) else None for parts in (gold, answer))
+    right = verify(gold, answer, timeout_seconds=None)
     if expected is None or answered is None:
-        return bool(right) or equal_regions(gold, given)
+        return bool(right) or equal_regions(gold, answer)
     if right:
         exact = all(part.is_number and not part.has(sympy.Float) for part in (expected, answered))
         return not exact or not all(map(is_small, (expected, answered))) or near(expected, answered)
     return equal_complex(expected, answered) or equal_where_real(expected, answered)
 
 
-def equal_regions(gold: Any, given: Any) -> bool:
+def equal_regions(gold: Any, answer: Any) -> bool:
     """Return whether an interval or another set, and inequalities of one symbol, describe the same numbers."""
-    regions = [region(parts[0]) for parts in (gold, given) if parts]
-    if len(regions) < 2 or None in regions or not any(isinstance(parts[0], sympy.Set) for parts in (gold, given)):
+    regions = [region(parts[0]) for parts in (gold, answer) if parts]
+    if len(regions) < 2 or None in regions or not any(isinstance(parts[0], sympy.Set) for parts in (gold, answer)):
         return False
     first, second = regions
     return bool(first.is_subset(second) and second.is_subset(first))
@@ -134,7 +134,11 @@ def region(part: Any) -> Any:
     """Return the set that a set, or inequalities of one symbol joined by "and" or "or", describe; else None."""
     if isinstance(part, sympy.Eq) and isinstance(part.rhs, sympy.Set):
         return part.rhs
-    if isinstance(part, sympy.FiniteSet) and part.args and all(isinstance(one, Relational) for one in part.args):
+    if (
+        isinstance(part, sympy.FiniteSet)
+        and part.args
+        and all(isinstance(relation, Relational) for relation in part.args)
+    ):
         part = sympy.Or(*part.args)
     if isinstance(part, Boolean) and len(part.free_symbols) == 1:
         return part.as_set()

@@ -128,37 +128,37 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 ask = partial(self._in_process, key, request) if has_process else partial(call, verifier, argument)
                 asyncio.run_coroutine_threadsafe(self._serve(key, ask, future), self._loop)
                 return future
-        found = call(verifier, argument)
-        if inspect.isawaitable(found):
-            found = asyncio.run_coroutine_threadsafe(found, self._loop).result()
-        future.set_result(CallOutcome.of(found, settings.max_abs))
+        result = call(verifier, argument)
+        if inspect.isawaitable(result):
+            result = asyncio.run_coroutine_threadsafe(result, self._loop).result()
+        future.set_result(CallOutcome.of(result, settings.max_abs))
         return future
 
     async def _serve(self, key: str, ask: Callable[[], Any], future: Future[CallOutcome]) -> None:
         """Make a call when there is a place for it, and set its future."""
         try:
             async with self._calls[key]:
-                found = ask()
-                found = await found if inspect.isawaitable(found) else found
+                result = ask()
+                result = await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError:
             future.set_exception(CancelledError(ABANDONED))
         except Exception as error:  # an error of the pool, not of the verifier: the caller gets it
             future.set_exception(error)
         else:
-            future.set_result(CallOutcome.of(found, self.settings.max_abs))
+            future.set_result(CallOutcome.of(result, self.settings.max_abs))
 
     async def _in_process(self, key: str, request: bytes) -> Message:
         """Return a process's answer. A call whose process was killed from outside is repeated once."""
-        own = self._hosts.get(key)
+        loaded = self._hosts.get(key)
         for _ in range(2):
-            host = own or self._idle.pop()
+            host = loaded or self._idle.pop()
             try:
-                found = await self._asked(host, key, request)
+                answer = await self._asked(host, key, request)
             finally:
-                self._idle += [] if own else [host]
-            if not found.get("again"):
+                self._idle += [] if loaded else [host]
+            if not answer.get("again"):
                 break
-        return found
+        return answer
 
     async def _asked(self, host: CodeHost, key: str, request: bytes) -> Message:
         """Return a host's answer, after it has imported the verifier."""

@@ -136,11 +136,11 @@ def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
     with started(["-c", start], "", seconds, (requests, answers)) as running:
         os.close(requests)
         os.close(answers)
-        with open(ours, "w") as asked, open(theirs, "rb") as answered:
-            peer = TestPeer(running, asked, answered)
+        with open(ours, "w") as to_program, open(theirs, "rb") as from_program:
+            peer = TestPeer(running, to_program, from_program)
             try:
                 try:
-                    print(json.dumps(program), file=asked, flush=True)
+                    print(json.dumps(program), file=to_program, flush=True)
                 except BrokenPipeError:
                     peer.over()
                 held = returns(peer, case) if isinstance(case, Called) else runs(case, peer)
@@ -183,9 +183,9 @@ def as_lists(value: Any) -> Any:
 class TestPeer(Peer):
     """The test's end of a conversation with a program, which it does not trust."""
 
-    def __init__(self, running: "Running", asked: Any, answered: Any) -> None:
+    def __init__(self, running: "Running", requests: Any, answers: Any) -> None:
         """Talk to a `running` program over two pipes, one line at a time."""
-        super().__init__(asked, answered)
+        super().__init__(requests, answers)
         self.foreign, self.running, self.unread = Kept, running, b""
         self.stopped: Stopped | None = None
         self.names: Mapping[str, Any] = {}
@@ -203,9 +203,9 @@ class TestPeer(Peer):
             self.stop(error)
         self.stop(None)
 
-    def ask(self, verb: str, on: Any = None, name: str = "", *given: Any, **named: Any) -> Any:
+    def ask(self, verb: str, on: Any = None, name: str = "", *arguments: Any, **named: Any) -> Any:
         try:
-            return super().ask(verb, on, name, *given, **named)
+            return super().ask(verb, on, name, *arguments, **named)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
             if self.raised_by_program(error):
                 raise
@@ -228,24 +228,24 @@ class TestPeer(Peer):
                 self.stop(None)
             self.unread += piece
         line, _, self.unread = self.unread.partition(b"\n")
-        said = json.loads(line)
-        if not isinstance(said, dict):
+        answer = json.loads(line)
+        if not isinstance(answer, dict):
             raise TypeError("its answer is no object")
-        return said
+        return answer
 
-    def do(self, verb: str, on: Any, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+    def do(self, verb: str, on: Any, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         """Do what a program asks of a value that the test gave it: call it, go through it, or use an object of the
         test's own classes as its public names allow.
         """
         steps = verb == "next" or (verb == "method" and name == "__iter__")
         if verb == "operator":
-            allowed = name in COMPUTED and any(is_of_test(value) for value in given)
+            allowed = name in COMPUTED and any(is_of_test(value) for value in arguments)
         elif verb == "call" or (steps and isinstance(on, Iterator)):
             allowed = True
         else:
             allowed = is_of_test(on) and (not name.startswith("_") or (verb == "method" and name in SPECIAL))
         if allowed:
-            return super().do(verb, on, name, given, named)
+            return super().do(verb, on, name, arguments, named)
         raise TypeError(f"a {type(on).__name__} of the test may only be called")
 
     def reference(self, value: Any) -> Any:
@@ -260,11 +260,11 @@ class TestPeer(Peer):
     def dataclass(self, name: str) -> Any:
         return self.names.get(name)
 
-    def raised(self, said: dict[str, Any]) -> BaseException:
+    def raised(self, answer: dict[str, Any]) -> BaseException:
         """Return the program's exception; end the test if the sandbox refused something, or the program exits."""
-        error = super().raised(said)
+        error = super().raised(answer)
         if isinstance(error, OSError | MemoryError):
-            self.stop(ProgramEnded(printable(f"{type(error).__name__}: {str(said.get('text'))[:200]}")))
+            self.stop(ProgramEnded(printable(f"{type(error).__name__}: {str(answer.get('text'))[:200]}")))
         if not isinstance(error, Exception):
             self.stop(None)
         return error
@@ -361,8 +361,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequence[int] = ()) -> Iterator[Running]:
-    """Start Python with these arguments and `given` as its input; on exit kill it and the processes that it started.
+def started(words: Sequence[str], text: str, seconds: int, descriptors: Sequence[int] = ()) -> Iterator[Running]:
+    """Start Python with these arguments and `text` as its input; on exit kill it and the processes that it started.
 
     Its input and output are files, so a program that prints endlessly or reads nothing cannot block this process. The
     kernel ends it after `seconds` of processor time, or at the sandbox's own limit if that is lower.
@@ -381,7 +381,7 @@ def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequenc
         tempfile.TemporaryFile(dir=WORK) as out,
         tempfile.TemporaryFile(dir=WORK) as err,
     ):
-        stdin.write(given)
+        stdin.write(text)
         stdin.flush()
         stdin.seek(0)
         variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}

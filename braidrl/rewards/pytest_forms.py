@@ -65,7 +65,7 @@ class Approx:
         return self._near(self.expected, other)
 
     def _near(self, expected: Any, actual: Any) -> bool:
-        expected, actual = (one.tolist() if hasattr(type(one), "tolist") else one for one in (expected, actual))
+        expected, actual = (v.tolist() if hasattr(type(v), "tolist") else v for v in (expected, actual))
         if isinstance(expected, Mapping):
             same = isinstance(actual, Mapping) and expected.keys() == actual.keys()
             return same and all(self._near(value, actual[key]) for key, value in expected.items())
@@ -87,10 +87,14 @@ class Marks:
     """Decorators of tests; of them only `parametrize` and `skip` matter here."""
 
     def __getattr__(self, name: str) -> Any:
-        def mark(*given: Any, **named: Any) -> Any:
-            if len(given) == 1 and not named and (inspect.isfunction(given[0]) or inspect.isclass(given[0])):
-                return marked((name, (), {}), given[0])
-            return partial(marked, (name, given, named))
+        def mark(*arguments: Any, **named: Any) -> Any:
+            if (
+                len(arguments) == 1
+                and not named
+                and (inspect.isfunction(arguments[0]) or inspect.isclass(arguments[0]))
+            ):
+                return marked((name, (), {}), arguments[0])
+            return partial(marked, (name, arguments, named))
 
         return mark
 
@@ -100,12 +104,12 @@ def marked(mark: tuple[str, Any, Any], test: Any) -> Any:
     return test
 
 
-def fixture(*given: Any, **_: Any) -> Any:
+def fixture(*arguments: Any, **_: Any) -> Any:
     """Mark a function as the source of an argument."""
-    if not given:
+    if not arguments:
         return fixture
-    given[0].braid_fixture = True
-    return given[0]
+    arguments[0].braid_fixture = True
+    return arguments[0]
 
 
 def fail(reason: str = "", **_: Any) -> None:
@@ -159,9 +163,9 @@ def called_in_class(kind: type, name: str, values: dict[str, Any], defined: Mapp
 
 def called(test: Callable[..., Any], values: dict[str, Any], defined: Mapping[str, Any]) -> Any:
     """Call a function with its parameters and fixtures."""
-    asked = inspect.signature(test).parameters
-    given = {name: values[name] if name in values else made(name, defined) for name in asked}
-    return test(**given)
+    names = inspect.signature(test).parameters
+    arguments = {name: values[name] if name in values else made(name, defined) for name in names}
+    return test(**arguments)
 
 
 def made(name: str, defined: Mapping[str, Any]) -> Any:
@@ -176,9 +180,9 @@ def made(name: str, defined: Mapping[str, Any]) -> Any:
 def parameters(marks: Any) -> Iterator[dict[str, Any]]:
     """Yield the arguments of each call that `mark.parametrize` asks for."""
     sets = []
-    for _, given, named in (mark for mark in marks if mark[0] == "parametrize"):
-        names, values = [*given, *(named[key] for key in ("argnames", "argvalues") if key in named)][:2]
-        names = [one.strip() for one in names.split(",")] if isinstance(names, str) else list(names)
+    for _, arguments, named in (mark for mark in marks if mark[0] == "parametrize"):
+        names, values = [*arguments, *(named[key] for key in ("argnames", "argvalues") if key in named)][:2]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
         sets.append([dict(zip(names, [row] if len(names) == 1 else row, strict=True)) for row in values])
     for chosen in itertools.product(*sets):
-        yield {name: value for one in chosen for name, value in one.items()}
+        yield {name: value for call in chosen for name, value in call.items()}

@@ -91,10 +91,10 @@ async def judge(
         async with gates.setdefault(url, asyncio.Semaphore(concurrency)):
             reply, tries = await asked(f"{url.rstrip('/')}/chat/completions", body, key, retries, wait_s)
     verdict = reply["choices"][0]["message"]["content"]
-    found = re.findall(pattern, verdict)
-    if not found:
+    matches = re.findall(pattern, verdict)
+    if not matches:
         raise ValueError(f"the judge wrote no score: {verdict[-80:]!r}")
-    score = number_of(found[-1], scale, lowest=0.0 if pattern == SCORE else -scale) / scale
+    score = number_of(matches[-1], scale, lowest=0.0 if pattern == SCORE else -scale) / scale
     if kept is not None and tries:
         kept.parent.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_name(f".{kept.name}.{os.getpid()}")
@@ -209,7 +209,7 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
     from aiohttp import ClientError, ClientSession
 
     headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
-    said, wait = "", wait_s
+    trouble, wait = "", wait_s
     async with ClientSession(headers=headers) as session:
         for tries in range(1, retries + 2):
             try:
@@ -222,24 +222,24 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
                     text = content.decode(errors="replace")
                     if answer.status < 300:
                         with contextlib.suppress(ValueError):
-                            if isinstance(found := parse_json(text, ANSWER_BYTES, finite=False, whole=False), dict):
-                                return found, tries
+                            if isinstance(value := parse_json(text, ANSWER_BYTES, finite=False, whole=False), dict):
+                                return value, tries
                         raise Refused(f"{url}: its answer is no JSON object: {text[:80]!r}")
-                    said = f"{answer.status} {' '.join(text.split())[:200]}"
+                    trouble = f"{answer.status} {' '.join(text.split())[:200]}"
                     if answer.status < 400:
                         raise Refused(
                             f"{url}: {answer.status}, a redirection to {answer.headers.get('Location', '')!r}"
                         )
                     if answer.status != BUSY and answer.status < 500:
-                        raise Refused(f"{url}: {said}")
+                        raise Refused(f"{url}: {trouble}")
                     after = answer.headers.get("Retry-After", "")  # seconds, or a date
                     wait = max(wait, float(after) if after.isdecimal() else 0.0)
             except ClientError as error:
-                said = f"{type(error).__name__}: {error}"
+                trouble = f"{type(error).__name__}: {error}"
             if tries <= retries:
                 await asyncio.sleep(min(wait, LONGEST_WAIT_S))
                 wait *= 2
-    raise ConnectionError(f"{url}: no answer in {retries + 1} requests, the last one {said}")
+    raise ConnectionError(f"{url}: no answer in {retries + 1} requests, the last one {trouble}")
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
@@ -249,6 +249,6 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
 
 def as_text(value: Any) -> str:
     """Return text unchanged, chat messages by role, anything else as JSON."""
-    if isinstance(value, list) and all(isinstance(one, dict) and "content" in one for one in value):
-        return "\n\n".join(f"{one.get('role', 'user')}: {text_of(one['content'])}" for one in value)
+    if isinstance(value, list) and all(isinstance(message, dict) and "content" in message for message in value):
+        return "\n\n".join(f"{message.get('role', 'user')}: {text_of(message['content'])}" for message in value)
     return value if isinstance(value, str) else json.dumps(value)

@@ -72,10 +72,10 @@ class ImportsOfProgram(ast.NodeTransformer):
         named = [alias for alias in node.names if alias.name != "*"]
         self.names |= {alias.name: module for alias in named}
         others = [alias for alias in named if alias.asname]
-        made: list[ast.stmt] = [
+        assignments: list[ast.stmt] = [
             ast.Assign([ast.Name(str(alias.asname), ast.Store())], ast.Name(alias.name, ast.Load())) for alias in others
         ]
-        return made or ast.Pass()
+        return assignments or ast.Pass()
 
     def visit_Import(self, node: ast.Import) -> Any:
         """Return the import without the modules that are nowhere."""
@@ -97,36 +97,36 @@ def is_nowhere(module: str) -> bool:
     return root not in sys.modules and importlib.util.find_spec(root) is None
 
 
-def named_under_test(tree: ast.Module, entry: str, given: Iterable[str] = ()) -> tuple[set[str], dict[str, Any]]:
+def named_under_test(tree: ast.Module, entry: str, imports: Iterable[str] = ()) -> tuple[set[str], dict[str, Any]]:
     """Return the names under test, and the modules and functions of the standard library by the names that the test
     uses without an import.
 
-    `entry` is the function under test, if the data name it; `given` are names that the test imports from the program.
+    `entry` is the function under test, if the data name it; `imports` are names that the test imports from the program.
     Raises ValueError if the program would judge itself.
     """
     unknown, called = free_names(tree), called_names(tree)
     attributes = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     bases = {node.id for node in attributes if isinstance(node, ast.Name)}
-    known = dict[str, Any]()
+    values = dict[str, Any]()
     for name in unknown & bases:
         if module := ALIASES.get(name, name if name in sys.stdlib_module_names else ""):
-            known[name] = imported(module)
-    standard = {name: found for name in unknown - known.keys() if (found := in_standard(name)) is not None}
-    subjects = unknown - known.keys()
+            values[name] = imported(module)
+    standard = {name: value for name in unknown - values.keys() if (value := in_standard(name)) is not None}
+    subjects = unknown - values.keys()
     if entry:
         subjects = {entry}
     elif subjects - standard.keys():
         subjects -= standard.keys()
     if not subjects and len(functions := {name for name in called if hasattr(builtins, name)}) == 1:
         subjects = functions  # a task may be to write a function that Python has under the same name
-    subjects |= set(given)
-    known |= {name: found for name, found in standard.items() if name not in subjects}
+    subjects |= set(imports)
+    values |= {name: value for name, value in standard.items() if name not in subjects}
     if judge := judging(tree, subjects):
         raise ValueError(
             f"the test lets the program's `{judge}` judge what the program returns; define or import `{judge}` in the "
             "test"
         )
-    return subjects, known
+    return subjects, values
 
 
 def free_names(tree: ast.AST) -> set[str]:
@@ -176,13 +176,15 @@ def judging(tree: ast.Module, subjects: set[str]) -> str:
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in (part for one in targets for part in ast.walk(one)):
+                for target in (part for whole_target in targets for part in ast.walk(whole_target)):
                     if isinstance(target, ast.Name):
                         sources.setdefault(target.id, set()).update(results_in(node.value, subjects, sources))
     for node in truths(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in subjects:
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            others = set[str]().union(*(results_in(one, subjects, sources) for one in given)) - {node.func.id}
+            arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+            others = set[str]().union(*(results_in(argument, subjects, sources) for argument in arguments)) - {
+                node.func.id
+            }
             if any(not name[:1].isupper() for name in others):  # an object of a class under test is no result
                 return node.func.id
     return ""

@@ -93,9 +93,9 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
             raise UserError(f"verifier {name!r}: {parameter} cannot be given by name; write plain named parameters")
     reads = tuple(p for p in KNOWN_PARAMETERS if p in parameters)
-    own = {n: p for n, p in parameters.items() if n not in reads}
-    named = {n: p for n, p in own.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    takes_any = len(named) < len(own)
+    settable = {n: p for n, p in parameters.items() if n not in reads}
+    named = {n: p for n, p in settable.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    takes_any = len(named) < len(settable)
     for setting in settings:
         if setting in KNOWN_PARAMETERS:
             raise UserError(f"verifier {name!r}: {setting!r} comes from the row; take it out of `params`")
@@ -163,22 +163,22 @@ async def finished(value: Awaitable[Any], limit_s: float) -> Message:
 
 def failed(error: BaseException) -> Message:
     """Describe an exception in one line: its type, its text, and its location in the code."""
-    found = failure_of(error)
-    where = f" ({found['where']})" if found["where"] else ""
-    return {"failure": "exception", "detail": f"{found['failure']}: {found['detail']}{where}"}
+    failure = failure_of(error)
+    where = f" ({failure['where']})" if failure["where"] else ""
+    return {"failure": "exception", "detail": f"{failure['failure']}: {failure['detail']}{where}"}
 
 
 def judgement(value: Any) -> Message:
     """Normalise a verifier's result to `score` and `correct`, None if not given; anything else is a failure."""
-    given = value if isinstance(value, Score) else Score(value)
-    found: list[Any] = [given.score, *given.metrics.values()]
+    result = value if isinstance(value, Score) else Score(value)
+    values: list[Any] = [result.score, *result.metrics.values()]
     # NumPy's and torch's scalars become Python's numbers.
-    score, *numbers = [one.item() if callable(getattr(one, "item", None)) else one for one in found]
+    score, *numbers = [v.item() if callable(getattr(v, "item", None)) else v for v in values]
     if isinstance(score, bool):
         return {"score": None, "correct": score}
     if not isinstance(score, int | float) or not math.isfinite(score):
         detail = f"returned {reprlib.repr(value)}; a verifier returns a bool, a finite number or Score"
         return {"failure": "result", "detail": detail}
-    correct = None if given.correct is None else bool(given.correct)
-    metrics = dict(zip(given.metrics, numbers, strict=True))
+    correct = None if result.correct is None else bool(result.correct)
+    metrics = dict(zip(result.metrics, numbers, strict=True))
     return {"score": float(score), "correct": correct, **({"metrics": metrics} if metrics else {})}

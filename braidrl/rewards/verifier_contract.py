@@ -34,15 +34,15 @@ class VerifierUnderTest:
 
         Raises AssertionError for a failed check.
         """
-        verifier, found = resolve(self.name, self.params), []
+        verifier, scores = resolve(self.name, self.params), []
         with RewardPool(RewardConfig(timeout_s=self.timeout_s)) as pool:
-            for completion, future in [(one, pool.submit(one, verifier)) for one in completions]:
+            for completion, future in [(c, pool.submit(c, verifier)) for c in completions]:
                 outcome = future.result()
                 assert outcome.failure is None, (
                     f"{self.name} on {completion.response[:80]!r}: {outcome.failure}: {outcome.detail}"
                 )
-                found.append(float(bool(outcome.correct)) if outcome.score is None else outcome.score)
-        return found
+                scores.append(float(bool(outcome.correct)) if outcome.score is None else outcome.score)
+        return scores
 
 
 def what_is_right_scores_higher(subject: VerifierUnderTest) -> None:

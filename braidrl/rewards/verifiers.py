@@ -75,15 +75,15 @@ def f1(response: str, answer: Any, *, correct_from: float = 1.0) -> Score:
     """
     texts = [response, *map(str, answer if isinstance(answer, list) else [answer])]
     bare = (text.lower().translate(str.maketrans("", "", string.punctuation)) for text in texts)
-    given, *references = (re.sub(r"\b(?:a|an|the)\b", " ", text).split() for text in bare)
+    words, *references = (re.sub(r"\b(?:a|an|the)\b", " ", text).split() for text in bare)
     scores = []
-    for wanted in references:
-        common = sum((Counter(given) & Counter(wanted)).values())
+    for reference in references:
+        common = sum((Counter(words) & Counter(reference)).values())
         if common:
-            precision, recall = common / len(given), common / len(wanted)
+            precision, recall = common / len(words), common / len(reference)
             scores.append(2 * precision * recall / (precision + recall))
         else:  # also 1 if neither has words
-            scores.append(float(given == wanted))
+            scores.append(float(words == reference))
     return Score(max(scores), correct=max(scores) >= correct_from)
 
 
@@ -104,10 +104,10 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
     expected = final_number(reference, marked="####" in reference)
     if expected is None:
         raise ValueError(f"the reference answer {reference[-80:]!r} holds no number")
-    given = final_number(response)
-    if given is None and flexible:
-        given = final_number(response, marked=False)
-    return given == expected
+    number = final_number(response)
+    if number is None and flexible:
+        number = final_number(response, marked=False)
+    return number == expected
 
 
 def final_number(text: str, marked: bool = True) -> Decimal | None:

@@ -66,7 +66,7 @@ class Pending:
         failure.
         """
         messages, failed = dict[tuple[str, str], str](), set[int]()
-        said: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for number, row in enumerate(self.checks):
             for verifier, future in row:
                 outcome, label = future.result(), verifier.label
@@ -76,11 +76,11 @@ class Pending:
                 if outcome.failure is not None:
                     failed.add(number)
                     words = f"verifier {label}: {outcome.failure}: {outcome.detail}"
-                    said[words] += 1
+                    counts[words] += 1
                     messages.setdefault((label, outcome.failure), words)
                     sums.add(f"reward/failures/{label}/{outcome.failure}", 1)
         sums.add("reward/failed_fraction", len(failed), len(self.checks))
-        for words, count in said.most_common(NOTED):
+        for words, count in counts.most_common(NOTED):
             sums.add(FAILURE + words, 0.0, count)
         return messages
 
@@ -152,12 +152,12 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Verifier]:
     """Resolve the verifiers of a source under unique labels. Raises UserError as `resolve`, or for an empty list."""
     if not configs:
         raise UserError("`verify` names no verifier; write one, as in `verify: exact`")
-    seen: Counter[str] = Counter()
+    labels: Counter[str] = Counter()
     weighted = []
     for config in configs:
         verifier = resolve(config.name, config.params)
-        seen[verifier.label] += 1
-        number = f"_{seen[verifier.label]}" if seen[verifier.label] > 1 else ""
+        labels[verifier.label] += 1
+        number = f"_{labels[verifier.label]}" if labels[verifier.label] > 1 else ""
         weighted.append(replace(verifier, weight=config.weight, label=verifier.label + number))
     return weighted
 
