@@ -20,7 +20,10 @@ SHOWN = 200
 
 def printable(text: str, keep: str = "") -> str:
     """Return a text for terminals and logs: control characters, except those in `keep`, become escapes."""
-    return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 class UserError(Exception):
@@ -75,9 +78,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     Libraries wrap the system's errors in their own types; only the text stays. An error that is raised again inside its
     handler has itself among its causes.
     """
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    yielded = set[int]()
+    while error is not None and id(error) not in yielded:
+        yielded.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
@@ -94,9 +97,9 @@ def no_room(error: BaseException, run: Path | str = "") -> str:
     """Return a message for an error caused by a full disk or a quota, with `run` to resume; empty text for any other
     error.
     """
-    for found in causes(error):
+    for cause in causes(error):
         # The text of `shutil.copytree` is a list of (source, target, error).
-        text = found.args[0][0][2] if isinstance(found, shutil.Error) else first_line(found)
+        text = cause.args[0][0][2] if isinstance(cause, shutil.Error) else first_line(cause)
         for number, remedy in FULL.items():
             if os.strerror(number) in text:
                 resumed = f", and go on with `braid train --resume {run}`" if run else ""
@@ -108,21 +111,21 @@ def limit_reached(error: BaseException) -> str:
     """Return a message for an error caused by a resource limit of this process; empty text for any other."""
     # oneDNN says no more than this, also of primitives that it does not have.
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    for found in causes(error):
-        no_memory = isinstance(found, MemoryError) or (limited and "could not create a primitive" in str(found))
+    for cause in causes(error):
+        no_memory = isinstance(cause, MemoryError) or (limited and "could not create a primitive" in str(cause))
         for words, what in LIMITS.items():
-            if words in str(found) or (no_memory and "ulimit -v" in what):
-                return f"this process may have no more {what}: {first_line(found)}; raise the limit"
+            if words in str(cause) or (no_memory and "ulimit -v" in what):
+                return f"this process may have no more {what}: {first_line(cause)}; raise the limit"
     return ""
 
 
 @contextmanager
-def located(place: str) -> Iterator[None]:
+def located(location: str) -> Iterator[None]:
     """Put a place before the message of any UserError."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{place}: {error}") from None
+        raise UserError(f"{location}: {error}") from None
 
 
 def first_line(error: BaseException) -> str:
@@ -135,7 +138,7 @@ def where_raised(error: BaseException, file: str = "") -> str:
     passed through it.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    frame = ([one for one in frames if one.filename == file] or frames)[-1]
+    frame = ([f for f in frames if f.filename == file] or frames)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 

@@ -51,13 +51,13 @@ class PluginRegistry:
 
     def make(self, name: str, *arguments: Any, **settings: Any) -> Any:
         """Call the plug-in `name`, and return the object. Raises UserError if this lacks a method."""
-        made = self.find(name)(*arguments, **settings)
-        self.check_methods(name, made)
-        return made
+        plugin = self.find(name)(*arguments, **settings)
+        self.check_methods(name, plugin)
+        return plugin
 
-    def check_methods(self, name: str, made: Any) -> None:
+    def check_methods(self, name: str, plugin: Any) -> None:
         """Raise UserError if an object, or a class that makes it, lacks a method."""
-        methods = {method: getattr(made, method, None) for method in self.methods}
+        methods = {method: getattr(plugin, method, None) for method in self.methods}
         lacking = [
             n
             for n, function in methods.items()
@@ -101,8 +101,8 @@ class PluginRegistry:
         return iter(self.built_in)
 
 
-def check_call(name: str, function: Callable[..., Any], *given: str, settings: Iterable[str] = ()) -> None:
-    """Raise UserError if a function or class does not take positional arguments, named `given` in the message, and
+def check_call(name: str, function: Callable[..., Any], *positional: str, settings: Iterable[str] = ()) -> None:
+    """Raise UserError if a function or class does not take positional arguments, named `positional` in the message, and
     `settings` by name.
     """
     try:
@@ -110,9 +110,9 @@ def check_call(name: str, function: Callable[..., Any], *given: str, settings: I
     except ValueError:  # of a function in C
         return
     try:
-        signature.bind(*given, **dict.fromkeys(settings))
+        signature.bind(*positional, **dict.fromkeys(settings))
     except TypeError as error:
-        call = ", ".join([*given, *(f"{key}=..." for key in settings)])
+        call = ", ".join([*positional, *(f"{key}=..." for key in settings)])
         raise UserError(f"{name}{signature} cannot be called with ({call}): {error}") from None
 
 
@@ -121,10 +121,10 @@ def check_settings(name: str, function: Callable[..., Any], settings: Iterable[s
     one.
     """
     parameters = list(inspect.signature(function).parameters.values())[1:]
-    known = [parameter.name for parameter in parameters]
+    names = [parameter.name for parameter in parameters]
     for setting in settings:
-        if setting not in known and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            raise UserError(f"{name} has no setting {setting!r}. {suggest(setting, known)}")
+        if setting not in names and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            raise UserError(f"{name} has no setting {setting!r}. {suggest(setting, names)}")
 
 
 def version_of(package: str) -> str:
@@ -157,8 +157,8 @@ def import_function(name: str, type: Any = Callable) -> Any:
     function = getattr(module, attribute, None)
     if not isinstance(function, type):
         what = "function" if type is Callable else type.__name__
-        known = [n for n, value in vars(module).items() if isinstance(value, type) and not n.startswith("_")]
-        raise UserError(f"{module_name} has no {what} {attribute!r}. {suggest(attribute, known)}")
+        candidates = [n for n, value in vars(module).items() if isinstance(value, type) and not n.startswith("_")]
+        raise UserError(f"{module_name} has no {what} {attribute!r}. {suggest(attribute, candidates)}")
     return function
 
 
@@ -225,10 +225,10 @@ def _load_file(path: Path) -> ModuleType:
     folder = path.parent
     others = [entry for entry in sys.path if entry.endswith(USER_FOLDER) and entry != f"{folder}{USER_FOLDER}"]
     for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
-        known = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
-        file = getattr(sys.modules.get(known), "__file__", None)
+        module_name = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
+        file = getattr(sys.modules.get(module_name), "__file__", None)
         if file is not None and any(Path(file).is_relative_to(root) for root in others):
-            del sys.modules[known]
+            del sys.modules[module_name]
     sys.path[:] = [entry for entry in sys.path if not entry.endswith(USER_FOLDER)] + [f"{folder}{USER_FOLDER}", *others]
     try:
         spec.loader.exec_module(module)

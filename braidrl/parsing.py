@@ -31,10 +31,13 @@ DUMPER: type[Any] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """PyYAML's loader and dumper in C where it has them, which take a tenth of the time."""
 
 
-def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True, whole: bool = True) -> Any:
+def parse_json(
+    text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True, refuse_surrogates: bool = True
+) -> Any:
     """Return a JSON text's value.
 
-    Raises ValueError beyond a limit; `finite` refuses NaN and infinity, `whole` lone surrogates.
+    Raises ValueError beyond a limit, with `finite` also for NaN and infinity, with `refuse_surrogates` for lone
+    surrogates.
     """
     if len(text) > most_bytes:
         raise ValueError(f"it has {len(text)} bytes, and at most {most_bytes} are read")
@@ -50,7 +53,7 @@ def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = T
     # A text with fewer brackets cannot be deeper.
     if text.count("[") + text.count("{") > MOST_LEVELS:
         check_levels(value)
-    if whole and SURROGATE.search(text):
+    if refuse_surrogates and SURROGATE.search(text):
         check_characters(json.dumps(value, ensure_ascii=False))
     return value
 
@@ -134,7 +137,7 @@ def check_events(text: str) -> None:
     if len(text) > YAML_BYTES:
         raise ValueError(f"it has {len(text)} characters, and at most {YAML_BYTES} are read")
     check_characters(text)
-    known: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     # For each open list or mapping: its anchor, and the number of its values after alias expansion.
     anchors, counts = list[str | None]([None]), [1]
     for event in yaml.parse(text, Loader=LOADER):
@@ -149,41 +152,41 @@ def check_events(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in anchors:
                 raise ValueError(f"the alias *{event.anchor} contains itself")
-            anchor, count = None, known.get(str(event.anchor), 1)
+            anchor, count = None, sizes.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
             anchor, count = event.anchor, 1
         else:
             continue
         if anchor is not None:
-            known[anchor] = count
+            sizes[anchor] = count
         counts[-1] += count
         if counts[-1] > YAML_VALUES:
             raise ValueError(f"it has more than {YAML_VALUES} values, with its aliases written out")
 
 
-def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def texts_and_numbers(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every text and number in nested values, keys included, with its dotted key."""
     if isinstance(value, dict):
         for name, part in value.items():
-            inner = f"{place}.{name}" if place else str(name)
+            inner = f"{key}.{name}" if key else str(name)
             yield inner, name
             yield from texts_and_numbers(part, inner)
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
-            yield from texts_and_numbers(part, f"{place}.{number}")
+            yield from texts_and_numbers(part, f"{key}.{number}")
     elif isinstance(value, str | int | float):
-        yield place, value
+        yield key, value
 
 
-def flat(tree: Mapping[str, Any], whole: tuple[str, ...] = (), section: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], leaves: tuple[str, ...] = (), section: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted keys and values of nested mappings.
 
-    A mapping is a value if it is empty or its key ends with one of `whole`.
+    A mapping is a value if it is empty or its key ends with one of `leaves`.
     """
     for name, value in tree.items():
         key = f"{section}{name}"
-        if isinstance(value, Mapping) and value and not key.endswith(whole):
-            yield from flat(value, whole, f"{key}.")
+        if isinstance(value, Mapping) and value and not key.endswith(leaves):
+            yield from flat(value, leaves, f"{key}.")
         else:
             yield key, value
 
@@ -204,22 +207,22 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}, line {line} is not UTF-8; save the file as UTF-8") from None
 
 
-def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return a YAML text's value; `place` names it in messages. Raises UserError for bad syntax, and a key twice or
+def parse_yaml(text: str, source: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return a YAML text's value; `source` names it in messages. Raises UserError for bad syntax, and a key twice or
     without a space.
     """
     try:
         check_events(text)
-        reader = type("Reader", (_EachKeyOnce, loader), {"place": place})(text)
+        reader = type("Reader", (_EachKeyOnce, loader), {"place": source})(text)
         try:
             return reader.get_single_data()
         finally:
             reader.dispose()
     except yaml.MarkedYAMLError as error:
         where = f", line {error.problem_mark.line + 1}," if error.problem_mark and "\n" in text.strip() else ""
-        raise UserError(f"{place}{where} is not YAML: {error.problem}") from None
+        raise UserError(f"{source}{where} is not YAML: {error.problem}") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def read_yaml(path: Path) -> Any:

@@ -87,14 +87,14 @@ def parse_call(body: str) -> ToolCall:
     Arguments may be named `parameters`, as Llama's, and be JSON text, and both may be inside `function`, as OpenAI's.
     """
     try:
-        call = parse_json(body, finite=False, whole=False)
+        call = parse_json(body, finite=False, refuse_surrogates=False)
         if isinstance(call, dict) and isinstance(call.get("function"), dict):
             call = call["function"]
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}')
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = parse_json(arguments, finite=False, whole=False)
+            arguments = parse_json(arguments, finite=False, refuse_surrogates=False)
     except ValueError as error:
         return ToolCall(fault=f"the call is not JSON: {error}")
     if not isinstance(arguments, dict):
@@ -182,7 +182,7 @@ def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> s
         if kinds - {"null"} != {"string"} or (text == "null" and "null" in kinds):
             # A value that is no JSON, or too deep, is text.
             with suppress(ValueError):
-                arguments[key] = parse_json(text, finite=False, whole=False)
+                arguments[key] = parse_json(text, finite=False, refuse_surrogates=False)
     return call_text(name, json.dumps(arguments))
 
 

@@ -146,13 +146,11 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
     return (of_row * groups.counted).to(correct.dtype if correct.is_floating_point() else torch.float32)
 
 
-def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
-    """Return C(part, size)/C(whole, size): of subsets with `size` members of a whole, the share within a part, (K,)
-    float64 each.
-    """
-    share = torch.ones_like(whole)
+def subset_share(part: Tensor, total: Tensor, size: int) -> Tensor:
+    """Return C(part, size)/C(total, size), (K,) float64: the share of the subsets of `size` that lie within `part`."""
+    share = torch.ones_like(total)
     for taken in range(size):
-        share = share * (part - taken).clamp(min=0) / (whole - taken).clamp(min=1)
+        share = share * (part - taken).clamp(min=0) / (total - taken).clamp(min=1)
     return share
 
 

@@ -144,7 +144,7 @@ def highest_covariance(
         high: Upper bound: only tokens with a smaller covariance are chosen.
     """
     from_top = totals["histogram"].flip(0).cumsum(0).flip(0)
-    wanted = (totals["tokens"] * fraction).clamp(min=1).ceil()
-    lowest_bin = (from_top >= wanted).sum().clamp(min=2) - 1
+    tokens_to_take = (totals["tokens"] * fraction).clamp(min=1).ceil()
+    lowest_bin = (from_top >= tokens_to_take).sum().clamp(min=2) - 1
     bins, within = bins_within(covariance.values, low, high)
     return covariance.with_values(((bins >= lowest_bin) & within).to(covariance.values.dtype))

@@ -74,27 +74,27 @@ class Entry:
         """Return the column that a positional parameter stands for: its own name unless `columns` renames it."""
         return self.columns.get(parameter, parameter)
 
-    def check(self, given: dict[str, Any]) -> None:
+    def check(self, values: dict[str, Any]) -> None:
         """Raise ValueError for an unknown, missing or invalid setting.
 
         A name of the state is also a setting: it sets the initial value.
         """
-        known = {**self.settings, **self.state}
-        for name, value in given.items():
-            if name not in known:
-                raise ValueError(f"{self.name} has no setting {name!r}. {suggest(name, known)}")
-            if (is_number(known[name]) or name in self.needs.limits) and not (value is None or is_number(value)):
+        settings = {**self.settings, **self.state}
+        for name, value in values.items():
+            if name not in settings:
+                raise ValueError(f"{self.name} has no setting {name!r}. {suggest(name, settings)}")
+            if (is_number(settings[name]) or name in self.needs.limits) and not (value is None or is_number(value)):
                 raise ValueError(f"{self.name}: {name} must be a number, got {value!r}")
         for name in self.required:
-            if given.get(name) is None:
+            if values.get(name) is None:
                 raise ValueError(f"{self.name} needs the setting {name!r}")
         for name, (least, greatest) in self.needs.limits.items():
-            value = given.get(name)
+            value = values.get(name)
             if value is not None and not least <= value <= greatest:
                 raise ValueError(f"{self.name}: {name} must lie between {least} and {greatest}, got {value}")
         for name, names in self.needs.choices.items():
-            if name in given and given[name] not in list(names):
-                raise ValueError(f"{self.name}: {name} cannot be {given[name]!r}. {suggest(str(given[name]), names)}")
+            if name in values and values[name] not in list(names):
+                raise ValueError(f"{self.name}: {name} cannot be {values[name]!r}. {suggest(str(values[name]), names)}")
 
 
 class Registry(dict[str, Entry]):
@@ -179,9 +179,11 @@ class Registry(dict[str, Entry]):
             )
             if both := set(entry.state) & set(entry.settings):
                 raise ValueError(f"{entry.name}: {sorted(both)} are in the state and among the settings")
-            known = self.get(entry.name)
-            if known and known.function.__module__ != function.__module__:
-                raise ValueError(f"{self.family} {entry.name!r} is registered already, by {known.function.__module__}")
+            registered = self.get(entry.name)
+            if registered and registered.function.__module__ != function.__module__:
+                raise ValueError(
+                    f"{self.family} {entry.name!r} is registered already, by {registered.function.__module__}"
+                )
             self[entry.name] = entry
             return function
 
@@ -199,12 +201,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the most similar of the known names, else all of them."""
-    names = sorted(known)
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Return a hint for an unknown name: the most similar of `choices`, else all of them."""
+    names = sorted(choices)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     # Swapped letters are likelier than another one.
-    close.sort(key=lambda known: sorted(known) != sorted(name))
+    close.sort(key=lambda similar: sorted(similar) != sorted(name))
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names) or 'none'}."
 
 

@@ -111,17 +111,17 @@ def mt_grpo(
     """
     groups = Groups(group, statistics_mask)
     before_last = turn_rewards.values * ~is_row_end(turn_rewards)
-    own = turn_rewards.with_values(before_last)
-    outcome = reward.double() - own.row_sums().double()
+    own_rewards = turn_rewards.with_values(before_last)
+    outcome = reward.double() - own_rewards.row_sums().double()
     of_row = normalized(outcome, groups, scale, epsilon)
-    longest = int(own.lengths.max()) if len(own) else 0
-    rewards_BK = before_last.new_zeros((len(own), longest), dtype=torch.float64)
-    position = torch.arange(len(own.values)) - own.spread(own.offsets[:-1])
-    rewards_BK[own.row_ids(), position] = before_last.double()
+    longest = int(own_rewards.lengths.max()) if len(own_rewards) else 0
+    rewards_BK = before_last.new_zeros((len(own_rewards), longest), dtype=torch.float64)
+    position = torch.arange(len(own_rewards.values)) - own_rewards.spread(own_rewards.offsets[:-1])
+    rewards_BK[own_rewards.row_ids(), position] = before_last.double()
     of_turn = [normalized(rewards_BK[:, turn], groups, scale, epsilon) for turn in range(longest)]
     to_go_BK = torch.stack(of_turn, dim=1).flip(1).cumsum(1).flip(1) if of_turn else rewards_BK
-    total = own.spread(of_row) + weight * to_go_BK[own.row_ids(), position]
-    return own.with_values(total.to(turn_rewards.values.dtype))
+    total = own_rewards.spread(of_row) + weight * to_go_BK[own_rewards.row_ids(), position]
+    return own_rewards.with_values(total.to(turn_rewards.values.dtype))
 
 
 @advantages.register(

@@ -150,7 +150,9 @@ def device_lines(table: Mapping[str, Devices]) -> list[str]:
     """Return a line per process and per engine process with its devices."""
     lines = []
     for name, devices in table.items():
-        engines = {f"{name}, engine {number}": own for number, own in enumerate(devices.engines)}
+        engines = {
+            f"{name}, engine {number}": numbers_of_engine for number, numbers_of_engine in enumerate(devices.engines)
+        }
         for entry, numbers in {name: devices.every[:1], **engines}.items():
             lines.append(f"{entry}: {' '.join(f'cuda:{number}' for number in numbers) or 'no device'}")
     return lines

@@ -203,8 +203,8 @@ class Spawned(LocalProcess):
         if ended is not None:
             return ended
         # Checked without reaping: the process id must stay reserved until its group is killed.
-        seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        return None if seen is None else seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+        state = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return None if state is None else state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
     def kill(self) -> None:
         if self._process.returncode is None:
@@ -354,10 +354,10 @@ class LocalLauncher(Launcher):
 
         With devices it is a fresh interpreter, since CUDA_VISIBLE_DEVICES must be set before torch is imported.
         """
-        given = self._table.get(f"{pool}-{number}")
+        devices = self._table.get(f"{pool}-{number}")
         starts = ENGINES if pool in self._start_engines else ()
-        spec = replace(spec, threads=self._threads, devices=given.every if given else None, starts=starts)
-        return from_server(spec) if given is None else Spawned(spec)
+        spec = replace(spec, threads=self._threads, devices=devices.every if devices else None, starts=starts)
+        return from_server(spec) if devices is None else Spawned(spec)
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         lines = {process.connection: process for process in processes if isinstance(process, LocalProcess)}

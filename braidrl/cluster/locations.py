@@ -47,49 +47,49 @@ class Locations:
         self._heard, self._sent = dict[int, Location](), dict[int, Location]()
         self._listeners = set[bytes]()
         self._socket, self._speaker = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
-        for one in (self._socket, self._speaker):
-            one.setblocking(False)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        for end in (self._socket, self._speaker):
+            end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     def close(self) -> None:
         self._socket.close()
         self._speaker.close()
 
-    def exchange(self, own: Location, seconds: float, newest: Callable[[], int]) -> int:
+    def exchange(self, location_here: Location, seconds: float, newest: Callable[[], int]) -> int:
         """Exchange locations with the machine's other ranks for some seconds; return the number of the newest
         membership, which the speaker gets from `newest`.
         """
-        self._tell(own)
-        known, end = 0, time.monotonic() + seconds
+        self._tell(location_here)
+        newest_number, end = 0, time.monotonic() + seconds
         sockets = [self._socket, self._speaker] if self.speaks else [self._socket]
         while (left := end - time.monotonic()) > 0:
             for ready in select.select(sockets, [], [], left)[0]:
                 with suppress(ValueError, BlockingIOError):
                     message, sender = received(ready)
                     if ready is self._socket:
-                        known = unpack_message(message, int)
+                        newest_number = unpack_message(message, int)
                         continue
                     location = unpack_message(message, Location)
                     self._heard[location.rank] = location
                     self._listeners.add(sender)
         if not self.speaks:
-            return known
+            return newest_number
         if self._heard != self._sent:
             self._number = write(self.store, list(self._heard.values()), self._number)
             self._sent = dict(self._heard)
-        known = newest()
+        newest_number = newest()
         for listener in list(self._listeners):
-            if not self._sends(known, listener):
+            if not self._sends(newest_number, listener):
                 self._listeners.discard(listener)
-        return known
+        return newest_number
 
-    def _tell(self, own: Location) -> None:
+    def _tell(self, location: Location) -> None:
         """Send this rank's location to the speaker, or become it if there is none."""
         if not self.speaks:
             try:
                 if not self._socket.getsockname():
                     self._socket.bind("")  # an address for answers
-                if self._sends(own, self._address):
+                if self._sends(location, self._address):
                     return
                 self._speaker.bind(self._address)
             except OSError as error:
@@ -97,7 +97,7 @@ class Locations:
                     return
                 # A system without such addresses: each rank writes its own location.
             self.speaks = True
-        self._heard[own.rank] = own
+        self._heard[location.rank] = location
 
     def _sends(self, message: object, address: str | bytes) -> bool:
         """Send a datagram; return False if no process has the address."""

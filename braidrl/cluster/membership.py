@@ -39,24 +39,24 @@ def member_name(number: int, starts: int) -> str:
     return f"{number}.{starts}"
 
 
-def newest(store: dist.Store, known: Membership) -> Membership:
-    """Return the newest membership, at least the known one, without waiting."""
-    while has_message(store, key := f"membership/{known.number + 1}"):
-        known = Membership(known.number + 1, tuple(text_at(store, key).split(",")))
-    return known
+def newest(store: dist.Store, membership: Membership) -> Membership:
+    """Return the newest membership, which is `membership` or a later one, without waiting."""
+    while has_message(store, key := f"membership/{membership.number + 1}"):
+        membership = Membership(membership.number + 1, tuple(text_at(store, key).split(",")))
+    return membership
 
 
-def propose(store: dist.Store, known: Membership, members: Sequence[str]) -> Membership:
-    """Write the membership after a known one; return what was written first."""
-    written = put_first(store, f"membership/{known.number + 1}", ",".join(members))
-    return Membership(known.number + 1, tuple(written.split(",")))
+def propose(store: dist.Store, membership: Membership, members: Sequence[str]) -> Membership:
+    """Propose the next membership; return the first proposal that was written."""
+    written = put_first(store, f"membership/{membership.number + 1}", ",".join(members))
+    return Membership(membership.number + 1, tuple(written.split(",")))
 
 
-def without(store: dist.Store, known: Membership, dead: Collection[str]) -> Membership:
+def without(store: dist.Store, membership: Membership, dead: Collection[str]) -> Membership:
     """Return the newest membership, which lacks the dead members."""
-    while not set(dead).isdisjoint((known := newest(store, known)).members):
-        known = propose(store, known, [member for member in known.members if member not in dead])
-    return known
+    while not set(dead).isdisjoint((membership := newest(store, membership)).members):
+        membership = propose(store, membership, [member for member in membership.members if member not in dead])
+    return membership
 
 
 def wait_to_join(store: dist.Store, member: str) -> None:
@@ -69,11 +69,13 @@ def note_death(store: dist.Store, member: str) -> None:
     put_message(store, f"dead/{member}")
 
 
-def waiting(store: dist.Store, known: Membership) -> list[str]:
+def waiting(store: dist.Store, membership: Membership) -> list[str]:
     """Return the processes that live and wait to become members."""
     numbers = range(1, count_at(store, WAITING) + 1)
     came = [message_at(store, key, str) for key in (f"{WAITING}/{number}" for number in numbers)]
-    return [one for one in came if one not in known.members and not has_message(store, f"dead/{one}")]
+    return [
+        process for process in came if process not in membership.members and not has_message(store, f"dead/{process}")
+    ]
 
 
 class Members:

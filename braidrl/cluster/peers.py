@@ -40,14 +40,14 @@ class Peers:
         blocks = [as_tensor(message)]
         for distance in distances(self.size):
             count = min(distance, self.size - distance)
-            given = torch.cat(blocks[:count])
+            sent = torch.cat(blocks[:count])
             sizes = torch.tensor([sign, *map(len, blocks[:count])])
             coming = torch.empty_like(sizes)
             to, sender = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             self._shift(sizes, to, coming, sender)
             self._check(sender, int(coming[0]), sign)
             received = torch.empty(int(coming[1:].sum()), dtype=torch.uint8)
-            self._shift(given, to, received, sender)
+            self._shift(sent, to, received, sender)
             blocks += received.split(coming[1:].tolist())
         return [blocks[(rank - self.rank) % self.size].numpy().data for rank in range(self.size)]
 
@@ -111,9 +111,9 @@ class Peers:
         """Return the rank without the lowest bit that is set."""
         return self.rank & (self.rank - 1)
 
-    def _shift(self, given: Tensor, to: int, received: Tensor, sender: int) -> None:
+    def _shift(self, sent: Tensor, to: int, received: Tensor, sender: int) -> None:
         """Send a tensor to one rank while another one's comes."""
-        work = self.group.send([given], to, TAG) if given.numel() else None
+        work = self.group.send([sent], to, TAG) if sent.numel() else None
         if received.numel():
             self.group.recv([received], sender, TAG).wait(self.limit)
         if work is not None:
@@ -130,18 +130,18 @@ class Peers:
         frame = torch.empty(FRAME, dtype=torch.uint8)
         self.group.recv([frame], sender, TAG).wait(self.limit)
         data = frame.numpy().data
-        found, size = (int.from_bytes(data[start : start + 8], "little") for start in (0, 8))
-        self._check(sender, found, sign)
+        sign_received, size = (int.from_bytes(data[start : start + 8], "little") for start in (0, 8))
+        self._check(sender, sign_received, sign)
         begun = data[HEAD : HEAD + size]
         if len(begun) == size:
             return begun
-        whole = torch.empty(size, dtype=torch.uint8)
-        whole[: len(begun)] = frame[HEAD:]
-        self.group.recv([whole[len(begun) :]], sender, TAG).wait(self.limit)
-        return whole.numpy().data
+        message = torch.empty(size, dtype=torch.uint8)
+        message[: len(begun)] = frame[HEAD:]
+        self.group.recv([message[len(begun) :]], sender, TAG).wait(self.limit)
+        return message.numpy().data
 
-    def _check(self, sender: int, found: int, sign: int) -> None:
-        if found != sign:
+    def _check(self, sender: int, received: int, sign: int) -> None:
+        if received != sign:
             raise RuntimeError(f"rank {sender} came to another meeting: the ranks have not made the same calls")
 
 

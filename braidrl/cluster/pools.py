@@ -61,7 +61,9 @@ def place(
     elif placement.name not in NAMES:
         raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
     else:
-        generate, others = (tuple(role for role in roles if (role in generating) is wanted) for wanted in (True, False))
+        generate, others = (
+            tuple(role for role in roles if (role in generating) is generates) for generates in (True, False)
+        )
         named: dict[str, list[tuple[str, ...]]] = {
             "colocate": [tuple(roles)],
             "standalone": [(role,) for role in roles],
@@ -91,13 +93,13 @@ def check_nodes(key: str, name: str, workers: int, nodes: int | None) -> None:
 def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str]) -> None:
     """Raise UserError unless each role is in exactly one pool, and its generation in one pool at most."""
     placed: dict[str, int] = {}
-    known = [*roles, *(role + GENERATE for role in generating)]
+    names = [*roles, *(role + GENERATE for role in generating)]
     for number, pool in enumerate(pools):
         for role in pool.roles:
             model = role.removesuffix(GENERATE)
-            if role not in known:
+            if role not in names:
                 raise UserError(
-                    f"placement: pool {number} names {role!r}, which is no model of this flow. {suggest(role, known)}"
+                    f"placement: pool {number} names {role!r}, which is no model of this flow. {suggest(role, names)}"
                 )
             if role != model and model in pool.roles:
                 raise UserError(

@@ -129,8 +129,8 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
     if spec.threads is not None:
         environment["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.devices is not None:
-        seen = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
+        visible = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if visible != [""] else str(n) for n in spec.devices)
     passed = starter if spec.inherits is None else {name: starter[name] for name in spec.inherits if name in starter}
     return {**passed, **environment}
 

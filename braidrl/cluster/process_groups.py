@@ -206,10 +206,10 @@ def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
 
 def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """Return a device mesh (`cpu` or `cuda`) over all ranks, with a process group per axis."""
-    made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
-    for group in made.get_all_groups():
+    mesh = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+    for group in mesh.get_all_groups():
         _set_pg_timeout(limit_of_all(), group)
-    return made
+    return mesh
 
 
 def background_group() -> dist.ProcessGroup:

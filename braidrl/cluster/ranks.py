@@ -207,8 +207,8 @@ def work(arguments: Mapping[str, Any]) -> Any:
     try:
         if "starts" in arguments:
             first = Membership(0, tuple(member_name(number, 0) for number in range(arguments["of"])))
-            own = member_name(arguments["rank"], arguments["starts"])
-            world = join_elastic(limit_s, task.get("cuda", False), own, secret, first)
+            member = member_name(arguments["rank"], arguments["starts"])
+            world = join_elastic(limit_s, task.get("cuda", False), member, secret, first)
         else:
             world = join(limit_s, task.get("cuda", False), secret=secret)
         result = resolve_name(arguments["entry"])(world, task)

@@ -60,10 +60,10 @@ def room_for(
     that have places there.
     """
     free = {node: [resources.get(kind, 0.0) for kind in ("CPU", "GPU")] for node, resources in nodes.items()}
-    for place in taken:
-        if place.node in free:
-            free[place.node][0] -= place.cpus
-            free[place.node][1] -= place.gpus
+    for reservation in taken:
+        if reservation.node in free:
+            free[reservation.node][0] -= reservation.cpus
+            free[reservation.node][1] -= reservation.gpus
     rooms = (min(int(c // cpus), int(g // gpus) if gpus else int(c // cpus)) for c, g in free.values())
     return sum(max(0, room) for room in rooms)
 
@@ -130,9 +130,9 @@ class RayCluster:
         """
         resources, util = self.ray.cluster_resources(), self.ray.util
         kinds = {name.removeprefix(KIND) for name in resources if name.startswith(KIND)}
-        wanted = {pool.name: pool.kind.partition("-")[0] for pool in pools if pool.kind and pool.kind != "cpu"}
+        kind_of_pool = {pool.name: pool.kind.partition("-")[0] for pool in pools if pool.kind and pool.kind != "cpu"}
         for pool in pools:
-            if wanted.get(pool.name, "") not in {"", *kinds}:
+            if kind_of_pool.get(pool.name, "") not in {"", *kinds}:
                 raise UserError(
                     f"placement: {pool.name} needs devices of kind {pool.kind}, and the cluster has "
                     f"{', '.join(sorted(kinds)) or 'none'}; "
@@ -160,8 +160,8 @@ class RayCluster:
             bundle: dict[str, float] = {"CPU": together}
             if devices_by_pool.get(pool.name):
                 bundle["GPU"] = together * devices_by_pool[pool.name]
-            if pool.name in wanted:
-                bundle[KIND + wanted[pool.name]] = SOME
+            if pool.name in kind_of_pool:
+                bundle[KIND + kind_of_pool[pool.name]] = SOME
             bundles = [bundle] * (pool.workers // together)
             self.groups.append(util.placement_group(bundles, strategy="STRICT_SPREAD" if pool.nodes else "PACK"))
         reserved = []
@@ -193,11 +193,11 @@ class RayCluster:
 
     def release(self, places: Sequence[Reservation]) -> None:
         """Give back what the places of a pool take."""
-        for group in {id(found): found for place in places if (found := place.strategy.placement_group)}.values():
+        for group in {id(g): g for reservation in places if (g := reservation.strategy.placement_group)}.values():
             self.ray.util.remove_placement_group(group)
             self.groups = [kept for kept in self.groups if kept.id != group.id]
 
-    def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
+    def start(self, worker: type, reservation: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call
         runs.
 
@@ -205,9 +205,9 @@ class RayCluster:
         """
         options = {
             "name": name,
-            "num_cpus": place.cpus,
-            "num_gpus": place.gpus,
-            "scheduling_strategy": place.strategy,
+            "num_cpus": reservation.cpus,
+            "num_gpus": reservation.gpus,
+            "scheduling_strategy": reservation.strategy,
             "concurrency_groups": {"rows": 2, "aside": 1, BEATS: 1},
             "max_restarts": 0,
         }
@@ -237,8 +237,10 @@ class RayCluster:
         if now - self._looked < BEAT_S:
             return
         was_asleep, self._looked = now - self._looked > ASLEEP_S, now  # this process was itself stopped or busy
-        asked = [reference for _, reference in self._beats.values()]
-        answered = set(self.ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
+        beats_awaited = [reference for _, reference in self._beats.values()]
+        answered = (
+            set(self.ray.wait(beats_awaited, num_returns=len(beats_awaited), timeout=0)[0]) if beats_awaited else set()
+        )
         beats = {}
         for actor in self.actors:
             heard, reference = self._beats.get(actor._actor_id, (None, None))
@@ -278,15 +280,17 @@ class RayCluster:
         """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only
         be busy.
         """
-        asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
-        answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
+        actor_of = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
+        answered, silent = (
+            self.ray.wait(list(actor_of), num_returns=len(actor_of), timeout=limit_s) if actor_of else ([], [])
+        )
         dead = []
         for reference in answered:
             try:
                 self.ray.get(reference)
             except self.ray.exceptions.RayError:  # not RayActorError: Ray killed it for memory
-                dead.append(asked[reference])
-        return dead, [asked[reference] for reference in silent]
+                dead.append(actor_of[reference])
+        return dead, [actor_of[reference] for reference in silent]
 
     def end(self, actors: Sequence[Any], processes: Sequence[int] = (), names: Sequence[str] = ()) -> None:
         """End actors at once, free their bundles, and wait until their `names` are free. Raises WorkerError if one

@@ -48,9 +48,9 @@ class ProcessActor:
 class RayProcess(Process):
     """A process started by an actor."""
 
-    def __init__(self, cluster: RayCluster, place: Reservation, spec: ProcessSpec) -> None:
+    def __init__(self, cluster: RayCluster, reservation: Reservation, spec: ProcessSpec) -> None:
         self.name, self._cluster, self._ray, self._silent = spec.name, cluster, cluster.ray, ""
-        self._actor = actor = cluster.start(ProcessActor, place, spec, cluster.config.silence_s)
+        self._actor = actor = cluster.start(ProcessActor, reservation, spec, cluster.config.silence_s)
         self._pid = actor.pid.remote()
         self._perform = actor.perform.options(concurrency_group="aside").remote
         self.ended = actor.last_word.remote()

@@ -165,9 +165,9 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
                 where, last = keep_stack(process, name, self.folder), ""
                 if name in NEEDED_BY_RAY:
                     last = "; the cluster ends with it, and the run: go on with `braid train --resume`"
-                said = f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}"
-                self.killed.append(said)
-                self.say(said)  # before the kill: Ray may then end this process
+                message = f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}"
+                self.killed.append(message)
+                self.say(message)  # before the kill: Ray may then end this process
                 for candidate in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(candidate, signal.SIGKILL)

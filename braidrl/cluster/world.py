@@ -143,8 +143,8 @@ class Meeting:
 class Elastic:
     """A rank's place in a membership that changes."""
 
-    def __init__(self, meeting: Meeting, member: str, known: Membership) -> None:
-        self.meeting, self.member, self.known = meeting, member, known
+    def __init__(self, meeting: Meeting, member: str, membership: Membership) -> None:
+        self.meeting, self.member, self.known = meeting, member, membership
         self._outdated_at: float | None = None
         self.lock = threading.Lock()
         """Held while groups are made, or ended by another thread."""
@@ -209,7 +209,7 @@ class Elastic:
 
     def add(self, members: Sequence[str]) -> None:
         """Propose a membership with more members."""
-        propose(self.meeting.store, known := self.newest, [*known.members, *members])
+        propose(self.meeting.store, membership := self.newest, [*membership.members, *members])
 
     def join(self) -> dist.ProcessGroup:
         """Join the group of the newest membership when all of its members have come, and return it.
@@ -219,20 +219,20 @@ class Elastic:
         limit_s = self.meeting.limit_s
         limit = time.monotonic() + limit_s
         while True:
-            self.known = known = self.newest
-            if self.member not in known.members:
+            self.known = membership = self.newest
+            if self.member not in membership.members:
                 raise LostPeers(f"process {self.member} is no member any more")
-            store = dist.PrefixStore(str(known.number), self.meeting.store)
+            store = dist.PrefixStore(str(membership.number), self.meeting.store)
             put_message(store, f"here/{self.member}")
-            keys = [f"here/{member}" for member in known.members]
+            keys = [f"here/{member}" for member in membership.members]
             while not (is_whole := has_message(store, *keys)) and not self.is_outdated:
                 if time.monotonic() > limit:
-                    late = [member for member in known.members if not has_message(store, f"here/{member}")]
+                    late = [member for member in membership.members if not has_message(store, f"here/{member}")]
                     raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late)} to join")
                 time.sleep(LOOK_S)
             if not is_whole:
                 continue
-            rank, size = known.members.index(self.member), len(known.members)
+            rank, size = membership.members.index(self.member), len(membership.members)
             try:
                 group = join_group(store, rank, size, min(JOIN_LIMIT_S, limit_s), self.meeting.cuda, self.meeting.host)
             except LostPeers:
@@ -282,10 +282,10 @@ class World:
         """Return True in a process that waits to become a member."""
         return self.elastic is not None and self.group is None
 
-    def at(self, place: str) -> None:
+    def at(self, activity: str) -> None:
         """Record what this rank does from now on; the text is the same on every rank."""
-        self.place, self.rows = place, ""
-        self._location = self._meetings, place
+        self.place, self.rows = activity, ""
+        self._location = self._meetings, activity
 
     def _locate(self) -> None:
         """Send this rank's location once a second, until it closes or the store is gone."""
@@ -402,13 +402,13 @@ class World:
         parts = [bytes_of(column) for column in columns.values()]
         with self.meeting(purpose):
             gathered = self.peers.all_gather_rows(torch.cat(parts, dim=1), counts)
-        found, start = dict[str, Tensor](), 0
+        columns_of_all, start = dict[str, Tensor](), 0
         for (name, column), part in zip(columns.items(), parts, strict=True):
             # A slice of one row is contiguous where it is, at any offset.
             values = gathered[:, start : start + part.shape[1]].clone(memory_format=torch.contiguous_format)
-            found[name] = values.view(column.dtype).reshape(-1, *column.shape[1:])
+            columns_of_all[name] = values.view(column.dtype).reshape(-1, *column.shape[1:])
             start += part.shape[1]
-        return found
+        return columns_of_all
 
     def reduce(self, purpose: str, value: Any, combine: Callable[[Any, Any], Any], type: Any = Any) -> Any:
         """Combine messages of a type along a tree; every rank gets the same value.
@@ -505,23 +505,23 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
     return world_at(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
 
 
-def join_elastic(limit_s: float, cuda: bool, member: str, secret: str, known: Membership) -> World:
-    """Join the members of a known membership as `join` does; a process that is none of them gets a world of its own.
+def join_elastic(limit_s: float, cuda: bool, member: str, secret: str, membership: Membership) -> World:
+    """Join the members of a membership as `join` does.
 
-    Its `elastic` lets it become a member later.
+    A process that is not a member gets a world of one rank, whose `elastic` lets it become a member later.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), 0, 1).every[0])
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     meeting = Meeting(dist.PrefixStore(secret, store), limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
-    return elastic_world(meeting, member, known, rank)
+    return elastic_world(meeting, member, membership, rank)
 
 
-def elastic_world(meeting: Meeting, member: str, known: Membership, rank: int) -> World:
-    """Return the world of the members of a known membership, or, for a process that is none of them, one of its own."""
+def elastic_world(meeting: Meeting, member: str, membership: Membership, rank: int) -> World:
+    """Return the world of a membership's members; a process that is not a member gets a world of one rank."""
     world = World(store=dist.PrefixStore("places", meeting.store))
-    world.elastic = Elastic(meeting, member, known)
-    if member in known.members:
+    world.elastic = Elastic(meeting, member, membership)
+    if member in membership.members:
         world.join_newest()
     else:
         # It writes no shared files.

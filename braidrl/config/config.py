@@ -54,13 +54,13 @@ def by_group(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     groups = dict[str, Any]()
-    for name, own in value.items():
-        if isinstance(own, dict) and "generate" in own:
-            groups[f"{name}.generate"] = own["generate"]
-            own = {key: part for key, part in own.items() if key != "generate"}
-            if not own:
+    for name, group in value.items():
+        if isinstance(group, dict) and "generate" in group:
+            groups[f"{name}.generate"] = group["generate"]
+            group = {key: part for key, part in group.items() if key != "generate"}
+            if not group:
                 continue
-        groups[name] = own
+        groups[name] = group
     return groups
 
 
@@ -343,9 +343,9 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _has_one_shape(self) -> "RolloutConfig":
         """Raises ValueError for vLLM's own word of what a key of Braid's says."""
-        for given, key in VLLM_SHAPE.items():
-            if self.engine == "vllm" and given in self.vllm:
-                raise ValueError(f"vllm.{given} is set for each engine; remove it, and write rollout.{key}")
+        for name, key in VLLM_SHAPE.items():
+            if self.engine == "vllm" and name in self.vllm:
+                raise ValueError(f"vllm.{name} is set for each engine; remove it, and write rollout.{key}")
         return self
 
     max_log_prob_gap: float = Field(0.2, gt=0)

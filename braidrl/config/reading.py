@@ -84,23 +84,23 @@ def read_tree(path: Path) -> dict[str, Any]:
     return dict(found_beside(path.parent, tree))
 
 
-def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = False) -> Any:
+def found_beside(folder: Path, value: Any, key: str = "", unless_here: bool = False) -> Any:
     """Return a tree with absolute paths for files in the configuration's folder; `unless_here` keeps paths of the
     current folder.
     """
     if isinstance(value, dict):
-        parts = {name: f"{place}.{name}" if place else str(name) for name in value}
+        parts = {name: f"{key}.{name}" if key else str(name) for name in value}
         return {name: found_beside(folder, part, parts[name], unless_here) for name, part in value.items()}
     if isinstance(value, list):
-        return [found_beside(folder, part, place, unless_here) for part in value]
+        return [found_beside(folder, part, key, unless_here) for part in value]
     if not isinstance(value, str):
         return value
-    library = LIBRARY.fullmatch(place)
+    library = LIBRARY.fullmatch(key)
     if library is not None:
-        whole = f"{library[1]}:{value}"
-        found = relative_to(folder, relative_to(Path.cwd(), whole) if unless_here else whole)
-        return found.removeprefix(f"{library[1]}:")
-    is_path = READ_FROM.fullmatch(place) or (place == "flow" and value.endswith((".yaml", ".yml")))
+        reference = f"{library[1]}:{value}"
+        path = relative_to(folder, relative_to(Path.cwd(), reference) if unless_here else reference)
+        return path.removeprefix(f"{library[1]}:")
+    is_path = READ_FROM.fullmatch(key) or (key == "flow" and value.endswith((".yaml", ".yml")))
     if is_path:
         here = unless_here and Path(value).exists()
         return os.path.abspath(folder / value) if (folder / value).exists() and not here else value
@@ -143,11 +143,11 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
         raise (Problems("\n".join(lines)) if every else UserError(lines[0])) from None
 
 
-def without_gone(tree: Mapping[Any, Any], place: str = "") -> dict[Any, Any]:
+def without_gone(tree: Mapping[Any, Any], section: str = "") -> dict[Any, Any]:
     """Return a tree without keys of earlier versions that have their default. Raises UserError for another value."""
     kept: dict[Any, Any] = {}
     for key, value in tree.items():
-        path = f"{place}{key}"
+        path = f"{section}{key}"
         gone = next((reason for pattern, reason in GONE.items() if fnmatchcase(path, pattern)), None)
         if gone is None:
             kept[key] = without_gone(value, f"{path}.") if isinstance(value, dict) else value
@@ -184,15 +184,15 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
             continue
         key = shown(".".join(map(str, keys))).strip("'")
         if first["type"] == "extra_forbidden":
-            known = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1], root))
-            lines[keys] = f"unknown key {key!r}. {known}"
+            keys_hint = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1], root))
+            lines[keys] = f"unknown key {key!r}. {keys_hint}"
         elif first["type"] == "missing":
             lines[keys] = f"{key!r} is not set; give it in the file or as {key}=..."
         elif first["type"] == "model_type" and first["input"] is None:
             lines[keys] = f"{key} is empty; write its keys below it, or remove it"
         elif first["type"] == "model_type" and keys == first["loc"]:
-            known = ", ".join(section_keys(keys, root)[:3])
-            lines[keys] = f"{key} is a section with keys such as {known}, got {shown(first['input'])}"
+            keys_hint = ", ".join(section_keys(keys, root)[:3])
+            lines[keys] = f"{key} is a section with keys such as {keys_hint}, got {shown(first['input'])}"
         elif first["type"] == "dict_type" and keys and keys == first["loc"]:
             lines[keys] = f"{key} has values by name; write {key}.NAME=..., got {shown(first['input'])}"
         else:
@@ -200,15 +200,15 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
             same = [fault["msg"] for fault in faults if keys != first["loc"] and fault["loc"][: len(keys)] == keys]
             if first["type"] == "int_parsing_size":
                 same = ["Input should be an integer between -2^63 and 2^63 - 1"]
-            said = " or ".join(dict.fromkeys(same or [first["msg"]])).removeprefix("Value error, ")
-            lines[keys] = f"{key}: {said}, got {shown(first['input'])}".removeprefix(": ")
+            reason = " or ".join(dict.fromkeys(same or [first["msg"]])).removeprefix("Value error, ")
+            lines[keys] = f"{key}: {reason}, got {shown(first['input'])}".removeprefix(": ")
     return list(lines.values())
 
 
-def section_keys(place: tuple[int | str, ...], root: type[BaseModel] = Config) -> list[str]:
-    """Return the keys of the section at `place`."""
+def section_keys(location: tuple[int | str, ...], root: type[BaseModel] = Config) -> list[str]:
+    """Return the keys of the section at `location`."""
     section = root
-    for part in place:
+    for part in location:
         if isinstance(part, int) or part not in section.model_fields:
             continue
         # Find the section in an annotation such as `dict[str, RoleConfig]`.

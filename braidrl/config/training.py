@@ -36,20 +36,20 @@ def read_adapter(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing; name a folder of adapters in peft's format")
     try:
-        known = dict(parse_json(read_bytes(path, JSON_BYTES)))
-        found = {"rank": int(known["r"]), "alpha": float(known["lora_alpha"]), "targets": known["target_modules"]}
-        stacks = [str(target) for target in known.get("target_parameters") or ()]
+        saved = dict(parse_json(read_bytes(path, JSON_BYTES)))
+        settings = {"rank": int(saved["r"]), "alpha": float(saved["lora_alpha"]), "targets": saved["target_modules"]}
+        stacks = [str(target) for target in saved.get("target_parameters") or ()]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} has no readable r, lora_alpha and target_modules ({error})") from error
     for name, value in UNREAD.items():
-        if known.get(name, value) not in (value, None):
-            raise ValueError(f"{path}: {name}={known[name]!r} is not supported; merge the adapter into the model")
-    if not isinstance(found["targets"], list):
+        if saved.get(name, value) not in (value, None):
+            raise ValueError(f"{path}: {name}={saved[name]!r} is not supported; merge the adapter into the model")
+    if not isinstance(settings["targets"], list):
         raise ValueError(f"{path}: target_modules is a pattern; write the list of layers there, as in [q_proj, v_proj]")
-    targets = {str(target).rpartition(".")[2] for target in found["targets"]}
+    targets = {str(target).rpartition(".")[2] for target in settings["targets"]}
     # Experts by the last two parts of their name.
     targets |= {".".join(target.split(".")[-2:]) for target in stacks}
-    return {**found, "targets": tuple(sorted(targets))}
+    return {**settings, "targets": tuple(sorted(targets))}
 
 
 class BalanceConfig(Section):
@@ -116,19 +116,19 @@ class LoraConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_adapter(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not given.get("adapter"):
-            return given
-        if given.get("vision_targets"):
+    def _of_adapter(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("adapter"):
+            return values
+        if values.get("vision_targets"):
             raise ValueError("adapter starts from adapters of the text part alone; remove vision_targets")
-        found = read_adapter(Path(given["adapter"]))
-        for key, value in found.items():
-            own = given.get(key, value)
-            if (sorted(own) if key == "targets" and not isinstance(own, str) else own) != (
+        of_file = read_adapter(Path(values["adapter"]))
+        for key, value in of_file.items():
+            configured = values.get(key, value)
+            if (sorted(configured) if key == "targets" and not isinstance(configured, str) else configured) != (
                 sorted(value) if key == "targets" else value
             ):
-                raise ValueError(f"{key}={own} is not that of {given['adapter']}, {value}; remove it")
-        return {**found, **given}
+                raise ValueError(f"{key}={configured} is not that of {values['adapter']}, {value}; remove it")
+        return {**of_file, **values}
 
 
 class TrainerConfig(Section):

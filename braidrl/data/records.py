@@ -95,7 +95,7 @@ def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
     Raises UserError, with the location and a hint, for other text and for values too long or too deep.
     """
     try:
-        return parse_json(raw, most_bytes, whole=False)  # `as_json` makes characters whole
+        return parse_json(raw, most_bytes, refuse_surrogates=False)  # `as_json` makes characters whole
     except ValueError as error:
         raise UserError(f"{where} is {what_is_wrong('JSON', error)}{hint}") from None
 

@@ -119,8 +119,8 @@ def update_plan(
     if order.size == rows_per_update:
         return [order.tolist() for _ in range(epochs)]
     distinct, rank_of = np.unique(numbers[0], return_inverse=True)
-    place = np.empty_like(order)
-    place[order] = np.arange(order.size)
+    rank_in_order = np.empty_like(order)
+    rank_in_order[order] = np.arange(order.size)
     updates = list[list[int]]()
     for epoch in range(epochs):
         shuffled = permutation((seed, "updates", iteration, epoch), len(distinct)).numpy()
@@ -133,7 +133,7 @@ def update_plan(
         rows = np.lexsort((numbers[1], position[rank_of]))
         for start in range(0, len(rows), rows_per_update):
             chosen = rows[start : start + rows_per_update]
-            updates.append(chosen[np.argsort(place[chosen])].tolist())
+            updates.append(chosen[np.argsort(rank_in_order[chosen])].tolist())
     return updates
 
 
@@ -242,11 +242,12 @@ class UpdatesInProgress:
             self._arrived[number] += len(positions)
             self._waiting.setdefault(number, deque()).append((piece, positions))
 
-    def take(self, whole: bool = False) -> list[tuple[Any, list[int]]]:
-        """Return the pieces of the current update, with positions, that have not accumulated; with `whole` only all at
-        once.
+    def take(self, complete_only: bool = False) -> list[tuple[Any, list[int]]]:
+        """Return the pieces of the current update, with positions, that have not been accumulated.
+
+        With `complete_only` the list is empty until the update is complete.
         """
-        return [] if whole and not self.is_complete else list(self._waiting.pop(self.made, ()))
+        return [] if complete_only and not self.is_complete else list(self._waiting.pop(self.made, ()))
 
     @property
     def is_complete(self) -> bool:

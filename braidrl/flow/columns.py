@@ -39,12 +39,12 @@ def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     The second and later stages with the same default name are numbered: `critic.update`, `critic.update_2`. Raises
     UserError for two stages with the same `id`, an unknown name in `after`, or a cycle.
     """
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     named = list[Stage]()
     for stage in stages:
-        seen[stage.name] += 1
-        numbered = seen[stage.name] > 1 and stage.name == default_name(stage.type, stage.role, stage.params)
-        named.append(replace(stage, name=f"{stage.name}_{seen[stage.name]}") if numbered else stage)
+        counts[stage.name] += 1
+        numbered = counts[stage.name] > 1 and stage.name == default_name(stage.type, stage.role, stage.params)
+        named.append(replace(stage, name=f"{stage.name}_{counts[stage.name]}") if numbered else stage)
     for name, count in Counter(stage.name for stage in named).items():
         if count > 1:
             raise UserError(f"{count} stages are called {name!r}; give each its own `id`")
@@ -124,6 +124,6 @@ def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) 
         writer = next((stage_after.name for stage_after in later if set(choices) & set(stage_after.writes)), None)
         if writer:
             raise UserError(f"{reads} {writer} writes later; move {writer} before {stage.name}")
-        known = {*latest, *(name for stage_after in later for name in stage_after.writes)} - set(ADMITTED_IF_GIVEN)
-        raise UserError(f"{reads} no earlier stage writes. {suggest(choices[-1], known)}")
+        readable = {*latest, *(name for stage_after in later for name in stage_after.writes)} - set(ADMITTED_IF_GIVEN)
+        raise UserError(f"{reads} no earlier stage writes. {suggest(choices[-1], readable)}")
     return list(dict.fromkeys(names))

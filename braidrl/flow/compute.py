@@ -28,12 +28,12 @@ def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = Non
 
     For scope batch, `totals` is the result of `summed` over all rows. Raises UserError as `called` and `checked`.
     """
-    given = dict(stage.settings)
+    settings = dict(stage.settings)
     if stage.state:
-        given["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}
+        settings["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}
     if stage.scope is Scope.BATCH:
-        given["totals"] = dict(totals or {})
-    result = called(compute_entry(stage.type), arguments(stage, rows), given)
+        settings["totals"] = dict(totals or {})
+    result = called(compute_entry(stage.type), arguments(stage, rows), settings)
     columns, writes = result if isinstance(result, tuple) else (result,), stage.writes
     if len(columns) != len(writes):
         returned = "1 column" if len(columns) == 1 else f"{len(columns)} columns"

@@ -57,8 +57,8 @@ class Flow:
                 # As late as possible, before the first stage that reads them or trains, so that dropped rows are not
                 # computed.
                 position = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or column in s.reads)
-                made = make_stage("log_probs", role, {"replay": replay, "of": of})
-                stages = [*stages[:position], made, *stages[position:]]
+                inserted = make_stage("log_probs", role, {"replay": replay, "of": of})
+                stages = [*stages[:position], inserted, *stages[position:]]
         ordered = list(serial_order(stages))
         for position, stage in enumerate(ordered):
             if stage.kind is Kind.GENERATE:

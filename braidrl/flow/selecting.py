@@ -108,7 +108,7 @@ class GroupSelector:
         if self.is_open:
             raise ValueError("the batch before this one is not finished")
         self.is_open = True
-        self.expired = tuple(g for g, made in sorted(self.waiting.items()) if version - made > self.max_staleness)
+        self.expired = tuple(g for g, made_on in sorted(self.waiting.items()) if version - made_on > self.max_staleness)
         for group in self.expired:
             del self.waiting[group]
 
@@ -207,7 +207,7 @@ class GroupSelector:
                 self.consecutive_dropped, self.barren_scores = {}, None
                 continue
             self.consecutive_dropped = {**self.consecutive_dropped, reason: self.consecutive_dropped.get(reason, 0) + 1}
-            ranges = [known for known in (self.barren_scores, self.verdicts[group].scores) if known is not None]
+            ranges = [scores for scores in (self.barren_scores, self.verdicts[group].scores) if scores is not None]
             if ranges:
                 self.barren_scores = min(low for low, _ in ranges), max(high for _, high in ranges)
             if (dropped := sum(self.consecutive_dropped.values())) < self.epoch_groups:
@@ -215,12 +215,12 @@ class GroupSelector:
             counts = ", ".join(
                 f"{why.replace('_', ' ')}: {count}" for why, count in sorted(self.consecutive_dropped.items())
             )
-            seen, graded = "", GRADED if "all wrong" in counts else ""
+            range_text, graded = "", GRADED if "all wrong" in counts else ""
             if self.barren_scores is not None:
                 low, high = self.barren_scores
-                seen = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
+                range_text = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
             raise UserError(
-                f"selection dropped every one of {dropped} groups in a row, a whole epoch ({counts}{seen}): "
+                f"selection dropped every one of {dropped} groups in a row, a whole epoch ({counts}{range_text}): "
                 "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes "
                 "gets right, "
                 f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
@@ -292,9 +292,9 @@ class GroupSelector:
 
         With `keeps_rows` these groups and unfinished ones stay pending, with the columns that their rows have.
         """
-        known = sorted({*self.pending, *self.verdicts})
-        first = min(known, default=self.admitted + 1)
-        settled = replace(self, pending=known, verdicts={}, judged=min(self.judged, first - 1))
+        numbers = sorted({*self.pending, *self.verdicts})
+        first = min(numbers, default=self.admitted + 1)
+        settled = replace(self, pending=numbers, verdicts={}, judged=min(self.judged, first - 1))
         return settled if keeps_rows else replace(settled, pending=[], admitted=first - 1)
 
     def state(self) -> dict[str, Any]:
@@ -315,13 +315,13 @@ class GroupSelector:
         pairs = {name: tuple(state[name]) for name in ("observed", "barren_scores") if state.get(name)}
         return GroupSelector(**{**state, **changed, **pairs})
 
-    def _in_time(self, wanted: int) -> int:
+    def _in_time(self, groups: int) -> int:
         """Limit the number of groups to start, so that unfinished groups can be trained on within `max_staleness`."""
         unfinished = sum(verdict.reason == UNFINISHED for verdict in self.verdicts.values())
         if unfinished:
             room = (self.max_staleness + 1) * self.target - unfinished - len(self.pending)
-            wanted = min(wanted, room) if unfinished < self.max_staleness * self.target else 0
-        return max(0, wanted)
+            groups = min(groups, room) if unfinished < self.max_staleness * self.target else 0
+        return max(0, groups)
 
     def _waves(self) -> tuple[int, list[int]]:
         """Return the total size of the waves, by verdicts in the order of numbers, and this batch's numbers; those
@@ -370,10 +370,10 @@ def verdicts_by_group(
     """Return the verdict of each group of some rows: dropped for one of `reasons`, or kept. With `partial` its version
     is the oldest of its rows.
     """
-    groups, place = np.unique(index["group"].numpy(), return_inverse=True)
+    groups, group_of_row = np.unique(index["group"].numpy(), return_inverse=True)
     oldest = np.full(len(groups), version)
     if partial:
-        np.minimum.at(oldest, place, index["version"].numpy())
+        np.minimum.at(oldest, group_of_row, index["version"].numpy())
     # A batch has thousands of kept groups: those of one version share a verdict.
     kept = {each: Verdict(version=each) for each in np.unique(oldest).tolist()}
     verdicts = {group: kept[each] for group, each in zip(groups.tolist(), oldest.tolist(), strict=True)}
@@ -386,11 +386,11 @@ def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
     """Return the lowest and the highest score of each group's rows; empty for rows without scores."""
     if "score" not in index or not len(index):
         return {}
-    groups, place = np.unique(index["group"].numpy(), return_inverse=True)
+    groups, group_of_row = np.unique(index["group"].numpy(), return_inverse=True)
     scores = index["score"].double().numpy()
     low, high = np.full(len(groups), np.inf), np.full(len(groups), -np.inf)
-    np.fmin.at(low, place, scores)
-    np.fmax.at(high, place, scores)
+    np.fmin.at(low, group_of_row, scores)
+    np.fmax.at(high, group_of_row, scores)
     return dict(zip(groups.tolist(), zip(low.tolist(), high.tolist(), strict=True), strict=True))
 
 

@@ -264,10 +264,12 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
 
     Raises UserError for an unknown name, setting or missing `coef`.
     """
-    place = f"{role}.update: {parameter}"
+    location = f"{role}.update: {parameter}"
     settings = {"name": choice} if isinstance(choice, str) else choice
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
-        raise UserError(f"{place} has no name, as in `{parameter}: {{name: ...}}`. {suggest('', CHOICES[parameter])}")
+        raise UserError(
+            f"{location} has no name, as in `{parameter}: {{name: ...}}`. {suggest('', CHOICES[parameter])}"
+        )
     settings = dict(settings)
     try:
         entry = entry_of(CHOICES[parameter], settings.pop("name"))
@@ -275,7 +277,7 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
             raise UserError("needs `coef`, the factor before the KL term")
         entry.check(settings)
     except (ValueError, UserError) as error:
-        raise UserError(f"{place}: {error}") from None
+        raise UserError(f"{location}: {error}") from None
     return entry
 
 
@@ -327,21 +329,22 @@ def check_policies(role: str, params: Mapping[str, Any]) -> None:
 
 def class_and_method(type: str) -> tuple[Any, str]:
     """Return the class and the method's name of `module:Class.method`. Raises UserError for an unknown class."""
-    place, _, method = type.rpartition(".")
-    if ":" not in place:
+    class_name, _, method = type.rpartition(".")
+    if ":" not in class_name:
         raise UserError(f"{type} names no method; write module:Class.method or path/to/file.py:Class.method")
-    return import_function(place), method
+    return import_function(class_name), method
 
 
 def registration_of(owner: Any, method: str) -> Any:
     """Return the registration of a class's method. Raises UserError for a method without a protocol."""
-    found = getattr(getattr(owner, method, None), "registration", None)
-    if found is None:
-        known = [name for name in dir(owner) if hasattr(getattr(owner, name), "registration")]
+    registration = getattr(getattr(owner, method, None), "registration", None)
+    if registration is None:
+        registered = [name for name in dir(owner) if hasattr(getattr(owner, name), "registration")]
         raise UserError(
-            f"{owner.__name__} has no method {method!r} with @register(protocol=...) above it. {suggest(method, known)}"
+            f"{owner.__name__} has no method {method!r} with @register(protocol=...) above it. "
+            f"{suggest(method, registered)}"
         )
-    return found
+    return registration
 
 
 def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
@@ -367,8 +370,8 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
         return entry_of(first, type, *others)
     family, _, name = type.partition(".")
     if family not in FAMILIES:
-        known = [*also, *(f"{f}.{n}" for f, registered in FAMILIES.items() for n in registered)]
-        raise UserError(f"no stage type is called {type!r}. {suggest(type, known)}")
+        types = [*also, *(f"{f}.{n}" for f, registered in FAMILIES.items() for n in registered)]
+        raise UserError(f"no stage type is called {type!r}. {suggest(type, types)}")
     return entry_of(FAMILIES[family], name)
 
 
@@ -409,15 +412,15 @@ def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
         except KeyError as error:
             raise UserError(str(error.args[0])) from None
     function = import_function(name)
-    found = [e for one in (registered, *others) for e in one.values() if e.function is function]
-    if not found:
-        families = " or ".join(one.family for one in (registered, *others))
+    entries = [e for family in (registered, *others) for e in family.values() if e.function is function]
+    if not entries:
+        families = " or ".join(family.family for family in (registered, *others))
         raise UserError(f"{name} is no registered {families}; put the family's decorator above the function")
-    if len(found) > 1:
+    if len(entries) > 1:
         raise UserError(
-            f"{name} is registered as {' and '.join(e.name for e in found)}; give each a function of its own"
+            f"{name} is registered as {' and '.join(e.name for e in entries)}; give each a function of its own"
         )
-    return found[0]
+    return entries[0]
 
 
 def public_name(entry: Entry | TokenColumn, name: str) -> str:

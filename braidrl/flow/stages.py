@@ -95,8 +95,8 @@ def plain(type: str, value: Any) -> Any:
 def with_params(stage: Stage, params: Mapping[str, Any]) -> Stage:
     """Return the stage with these parameters in addition, or in place of its own."""
     params = {**stage.params, **params}
-    made = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
-    return replace(made, name=stage.name)
+    changed = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
+    return replace(changed, name=stage.name)
 
 
 OF = Parameter("of", Parameter.KEYWORD_ONLY, default=None, annotation=str | None)

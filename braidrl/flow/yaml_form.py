@@ -93,36 +93,40 @@ def to_yaml(flow: Flow) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
-def _read_stage(tree: Any, place: str, folder: Path) -> Stage:
-    """Return a stage. `place` is its location in the file, for errors, and `folder` is searched for files."""
-    tree = _mapping(tree, STAGE_KEYS, place)
+def _read_stage(tree: Any, location: str, folder: Path) -> Stage:
+    """Return a stage. `location` is its location in the file, for errors, and `folder` is searched for files."""
+    tree = _mapping(tree, STAGE_KEYS, location)
     for key, kind in (("id", str), ("role", str), ("type", str), ("params", Mapping)):
         if tree.get(key) is not None and not isinstance(tree[key], kind):
-            raise UserError(f"{place}: {key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}")
+            raise UserError(
+                f"{location}: {key} must be a {'mapping' if kind is Mapping else 'text'}, got {tree[key]!r}"
+            )
     for key, value in texts_and_numbers(tree):
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{place}: {key} must be a finite number, got {value}")
+            raise UserError(f"{location}: {key} must be a finite number, got {value}")
     if not tree.get("type"):
-        raise UserError(f"{place}: the stage has no type, as in `type: generate`")
+        raise UserError(f"{location}: the stage has no type, as in `type: generate`")
     params = found_beside(folder, tree.get("params") or {}, "params")
-    given = tree.get("after")
-    when = _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, f"{place}: when")
+    after_value = tree.get("after")
+    when = _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, f"{location}: when")
     for key, value in when.items():
         if type(value) is not int and not (key == "until" and value is None):
-            raise UserError(f"{place}: when: {key} must be a whole number, got {value!r}")
-    after = [given] if isinstance(given, str) else given or []
+            raise UserError(f"{location}: when: {key} must be a whole number, got {value!r}")
+    after = [after_value] if isinstance(after_value, str) else after_value or []
     if not isinstance(after, list) or not all(isinstance(name, str) for name in after):
-        raise UserError(f"{place}: after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
-    with located(place):
+        raise UserError(
+            f"{location}: after must be a list of stages, as in `after: [reward.verify]`, got {after_value!r}"
+        )
+    with located(location):
         times = When(**{WHEN_KEYS[key]: value for key, value in when.items()})
         name = relative_to(folder, tree["type"])
         return make_stage(name, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
 
 
-def _mapping(tree: Any, known: Collection[str], place: str) -> dict[str, Any]:
+def _mapping(tree: Any, keys: Collection[str], location: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise UserError(f"{place}: expected keys and values ({', '.join(known)}), got {tree!r}")
+        raise UserError(f"{location}: expected keys and values ({', '.join(keys)}), got {tree!r}")
     for key in tree:
-        if key not in known:
-            raise UserError(f"{place}: unknown key {key!r}. {suggest(str(key), known)}")
+        if key not in keys:
+            raise UserError(f"{location}: unknown key {key!r}. {suggest(str(key), keys)}")
     return tree

@@ -52,9 +52,9 @@ class _Attention(torch.autograd.Function):
         query, key, value, offsets = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         # Gradients have the layouts of their inputs.
-        found = [torch.empty_like(states) for states in (query, key, value)]
-        _attend([query, key, value, grad, *found], offsets, *ctx.numbers)
-        return *found, None, None, None, None
+        gradients = [torch.empty_like(states) for states in (query, key, value)]
+        _attend([query, key, value, grad, *gradients], offsets, *ctx.numbers)
+        return *gradients, None, None, None, None
 
 
 def _attend(states: Sequence[Tensor | None], offsets: Tensor, longest: int, scaling: float, window: int) -> None:
@@ -117,14 +117,14 @@ def gradient(
 ) -> Tensor:
     """Return the gradient with respect to the logits (C, V), written over them."""
     of_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-    own = grad_log_prob.contiguous()
+    grad_rows = grad_log_prob.contiguous()
     library("chunks", logits.dtype).gradient(
         address(logits, logits.dtype),
         address(targets, torch.int64),
         temperature,
         address(log_sum, torch.float32),
         address(entropy, torch.float32),
-        address(own, torch.float32),
+        address(grad_rows, torch.float32),
         None if of_entropy is None else address(of_entropy, torch.float32),
         *logits.shape,
         torch.get_num_threads(),

@@ -81,9 +81,9 @@ class RowIndex:
                 tables.append(table)
                 parts.append((step, len(self.files), len(table)))
                 self.files.append(file)
-        whole = pa.concat_tables(tables, promote_options="default")
-        names = [name for name in NUMBERS if name in whole.column_names]
-        self.numbers = {name: whole.column(name).to_numpy() for name in names}
+        table_of_run = pa.concat_tables(tables, promote_options="default")
+        names = [name for name in NUMBERS if name in table_of_run.column_names]
+        self.numbers = {name: table_of_run.column(name).to_numpy() for name in names}
         self.numbers["step"] = np.repeat([step for step, _, _ in parts], [count for _, _, count in parts])
         self.file = np.repeat([number for _, number, _ in parts], [count for _, _, count in parts])
         self.row = np.concatenate([np.arange(count) for _, _, count in parts])
@@ -95,31 +95,31 @@ class RowIndex:
     def reward_name(self) -> str | None:
         return next((name for name in ("reward", "score") if name in self.numbers), None)
 
-    def choose(self, wanted: Filter) -> np.ndarray:
+    def choose(self, row_filter: Filter) -> np.ndarray:
         """Return the numbers of the rows that pass a filter, in its order. Raises UserError for a column that no row
         has.
         """
         keep = np.ones(len(self), dtype=bool)
-        rewards = self._needed(self.reward_name or "reward", wanted.min_reward, wanted.max_reward)
-        lengths = self._needed("action_tokens", wanted.min_tokens, wanted.max_tokens)
+        rewards = self._needed(self.reward_name or "reward", row_filter.min_reward, row_filter.max_reward)
+        lengths = self._needed("action_tokens", row_filter.min_tokens, row_filter.max_tokens)
         for values, low, high in (
-            (rewards, wanted.min_reward, wanted.max_reward),
-            (lengths, wanted.min_tokens, wanted.max_tokens),
+            (rewards, row_filter.min_reward, row_filter.max_reward),
+            (lengths, row_filter.min_tokens, row_filter.max_tokens),
         ):
             keep &= True if low is None else values >= low
             keep &= True if high is None else values <= high
-        if wanted.step is not None:
-            keep &= self.numbers["step"] == wanted.step
-        if wanted.ended is not None:
+        if row_filter.step is not None:
+            keep &= self.numbers["step"] == row_filter.step
+        if row_filter.ended is not None:
             names = {reason.name.lower(): int(reason) for reason in FinishReason}
-            if wanted.ended not in names:
-                raise UserError(f"no row ends by {wanted.ended!r}. {suggest(wanted.ended, names)}")
-            keep &= self._needed("finish_reason", 0, None) == names[wanted.ended]
+            if row_filter.ended not in names:
+                raise UserError(f"no row ends by {row_filter.ended!r}. {suggest(row_filter.ended, names)}")
+            keep &= self._needed("finish_reason", 0, None) == names[row_filter.ended]
         rows = np.flatnonzero(keep)
-        if not wanted.sort:
+        if not row_filter.sort:
             return rows
-        values = self._needed(wanted.sort.removeprefix("-"), 0, None)[rows].astype(np.float64)
-        return rows[np.argsort(-values if wanted.sort.startswith("-") else values, kind="stable")]
+        values = self._needed(row_filter.sort.removeprefix("-"), 0, None)[rows].astype(np.float64)
+        return rows[np.argsort(-values if row_filter.sort.startswith("-") else values, kind="stable")]
 
     def _needed(self, name: str, *limits: float | None) -> np.ndarray:
         if name not in self.numbers:
@@ -137,8 +137,8 @@ class RowIndex:
 
     def find(self, step: int, group: int, sample: int) -> int:
         """Return the number of a row. Raises UserError if there is none."""
-        wanted = {"step": step, "group": group, "sample": sample}
-        match = np.flatnonzero(np.all([self.numbers[name] == value for name, value in wanted.items()], axis=0))
+        identity = {"step": step, "group": group, "sample": sample}
+        match = np.flatnonzero(np.all([self.numbers[name] == value for name, value in identity.items()], axis=0))
         if not len(match):
             raise UserError(f"no row {step}.{group}.{sample} was recorded; `braid rollouts {self.run}` lists them")
         return int(match[0])
@@ -206,8 +206,8 @@ def episode(record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: 
     segments, named = list[dict[str, Any]](), {*numbers, *PAYLOAD}
     others = tuple(sorted(name.removesuffix("tokens") for name in described if name.endswith(".tokens")))
     for prefix in ("", *others):
-        known, forms = columns_in(record, prefix, others), columns_in(described, prefix, others)
-        shown, columns = segments_of(known, forms, tokenizer)
+        of_policy, forms = columns_in(record, prefix, others), columns_in(described, prefix, others)
+        shown, columns = segments_of(of_policy, forms, tokenizer)
         segments += [{**segment, **({"policy": prefix[:-1]} if prefix else {})} for segment in shown]
         named |= {prefix + name for name in (*columns, *PAYLOAD)}
     metadata = json.loads(record["metadata"]) if record.get("metadata") else {}
@@ -230,9 +230,9 @@ def segments_of(
     ragged = {name for name, about in described.items() if about["kind"] == "ragged" and not about["shape"]}
     mask = record.get(MASK) or []
     actions, turns = sum(mask), len(record.get("turn_lengths") or [])
-    known = {name: record[name] for name in ragged - set(PAYLOAD) if record[name] is not None}
-    per_turn = {name: v for name, v in known.items() if name.startswith(PER_TURN) and len(v) == turns}
-    per_token = {name: v for name, v in known.items() if name not in per_turn and len(v) == actions}
+    columns = {name: record[name] for name in ragged - set(PAYLOAD) if record[name] is not None}
+    per_turn = {name: v for name, v in columns.items() if name.startswith(PER_TURN) and len(v) == turns}
+    per_token = {name: v for name, v in columns.items() if name not in per_turn and len(v) == actions}
     spans = json.loads(record.get("images") or "[]")
     segments = [
         segment_of(
@@ -285,14 +285,14 @@ def segment_of(
         shown["values"] = {name: plain(values[turn]) for name, values in per_turn.items() if turn < len(values)}
     texts, text, number = list[str](), list[int](), 0
 
-    def said() -> str:
+    def text_so_far() -> str:
         return "" if tokenizer is None else tokenizer.decode(text, skip_special_tokens=False)
 
     while number < len(tokens):
         if number in images:
             name, size = images[number]
             shown["tokens"].append({"id": tokens[number], "text": f"[image, {size} tokens]", "image": name})
-            texts += [said(), f"[image {name}, {size} tokens]"]
+            texts += [text_so_far(), f"[image {name}, {size} tokens]"]
             text.clear()
             number += size
             continue
@@ -301,5 +301,5 @@ def segment_of(
         shown["tokens"].append({"id": tokens[number], "text": piece, **of})
         text.append(tokens[number])
         number += 1
-    shown["text"] = None if tokenizer is None else "".join([*texts, said()])
+    shown["text"] = None if tokenizer is None else "".join([*texts, text_so_far()])
     return shown

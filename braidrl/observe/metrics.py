@@ -177,8 +177,8 @@ class Sums:
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
         """Add to a mean the sum of `count` values. A name that ends in `_max` keeps the largest value instead."""
         if name.endswith("_max"):
-            known, _ = self._pairs.get(name, (float("-inf"), 1.0))
-            self._pairs[name] = (max(known, float(total)), 1.0)
+            largest, _ = self._pairs.get(name, (float("-inf"), 1.0))
+            self._pairs[name] = (max(largest, float(total)), 1.0)
         else:
             old_total, old_count = self._pairs.get(name, (0.0, 0.0))
             self._pairs[name] = (old_total + float(total), old_count + float(count))

@@ -88,14 +88,14 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
     check_recording(path)
     files = parts_of(path)
     counts = [pq.read_metadata(file).num_rows for file in files]
-    wanted, first = equal_share(sum(counts), rank, size), 0
+    share, first = equal_share(sum(counts), rank, size), 0
     schema = pq.read_schema(files[0])
     described: dict[str, Any] = json.loads(schema.metadata[SCHEMA_KEY])
     names = list(described)
     # Without rows the columns keep their types. Only files with rows of the share are read.
     tables = [schema.empty_table().select(names)]
     for file, count in zip(files, counts, strict=True):
-        start, stop = max(wanted.start, first) - first, min(wanted.stop, first + count) - first
+        start, stop = max(share.start, first) - first, min(share.stop, first + count) - first
         if start < stop:
             tables.append(pq.read_table(file, columns=names).select(names).slice(start, stop - start))
         first += count
@@ -136,7 +136,7 @@ def check_rows(path: Path, rows: Rows, vocabulary: int) -> None:
             raise UserError(f"{path}: column {name} has ids beyond the model's {vocabulary} tokens; record it again")
     for prefix in {name.removesuffix("tokens") for name in rows if name.rpartition(".")[2] == "tokens"}:
         lengths = rows[prefix + "tokens"].lengths
-        for name in (prefix + one for one in OF_EVERY_TOKEN if prefix + one in rows):
+        for name in (prefix + column for column in OF_EVERY_TOKEN if prefix + column in rows):
             column = rows[name]
             count = column.lengths if isinstance(column, Ragged) else column
             if not torch.equal(count.long(), lengths):

@@ -193,7 +193,7 @@ def write_report(run: Path) -> Path:
         for pictures in SECTIONS.values()
         for picture in pictures
     }
-    known = {series_of.name for samples in series.values() for series_of in samples}
+    shown_names = {series_of.name for samples in series.values() for series_of in samples}
     summary = "No step has been written yet."
     if lines:
         seconds, steps = sum(line.get("time/step") or 0.0 for line in lines), lines[-1]["step"]
@@ -222,7 +222,7 @@ def write_report(run: Path) -> Path:
         samples=sample_groups(run),
         longest=SHOWN_CHARACTERS,
         thumbnail=thumbnails(config),
-        other=[chart(name, [series_of]) for name, series_of in curves.items() if name not in known],
+        other=[chart(name, [series_of]) for name, series_of in curves.items() if name not in shown_names],
         configuration=config.read_text(encoding="utf-8") if config.is_file() else "",
         plotly=token,
     )
@@ -268,8 +268,8 @@ def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool =
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def spell(value: float) -> str:
@@ -288,10 +288,10 @@ def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> li
     """Return a tile `0.31 → 0.88`, means over first and last steps, for each headline number, and one for the tokens
     trained.
     """
-    wanted = [(curve.name.removeprefix("eval/").replace("/", " "), curve, 1) for curve in evaluations]
-    wanted += [(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
+    tile_series = [(curve.name.removeprefix("eval/").replace("/", " "), curve, 1) for curve in evaluations]
+    tile_series += [(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
     tiles = []
-    for label, series, steps in wanted:
+    for label, series, steps in tile_series:
         numbers = series.numbers
         if len(numbers) == 1:
             value, where = spell(numbers[0]), f"at step {series.steps[0]}"
@@ -317,10 +317,10 @@ def read_samples(run: Path, step: int, evaluation: str | None = None) -> list[Sa
         correct, reason = row.get("correct"), row.get("finish_reason")
         named = None if reason is None else FinishReason(reason).name.lower()
         answer = json.loads(row.get("metadata") or "{}").get("answer")
-        known = None if answer is None else whole_text(answer) if isinstance(answer, str) else json.dumps(answer)
+        answer_text = None if answer is None else whole_text(answer) if isinstance(answer, str) else json.dumps(answer)
         right, score = None if correct is None else bool(correct), row.get("score", row.get("reward"))
         images = [name for name, _, _ in json.loads(row.get("images") or "[]")]
-        samples.append(Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known, images))
+        samples.append(Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, answer_text, images))
     return samples
 
 

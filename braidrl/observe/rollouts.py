@@ -136,10 +136,10 @@ def read_texts(path: Path, columns: Sequence[str] = (), most_files: int | None =
     """Read each row's prompt and response text, and the named `columns` that the recording has, by identity; of at most
     `most_files` of its files.
     """
-    wanted, records = [PROMPT_TEXT, RESPONSE_TEXT, *columns], []
+    names, records = [PROMPT_TEXT, RESPONSE_TEXT, *columns], []
     for file in parts_of(path)[:most_files]:
-        known = set(pq.read_schema(file).names)
-        records += pq.read_table(file, columns=[name for name in {*wanted, *IDENTITY} if name in known]).to_pylist()
+        recorded = set(pq.read_schema(file).names)
+        records += pq.read_table(file, columns=[name for name in {*names, *IDENTITY} if name in recorded]).to_pylist()
     if all(name in row for row in records[:1] for name in IDENTITY):
         records.sort(key=lambda row: [row[name] for name in IDENTITY])
-    return [{name: row[name] for name in wanted if name in row} for row in records]
+    return [{name: row[name] for name in names if name in row} for row in records]

@@ -54,27 +54,29 @@ class Recordings:
                 self.indices[name] = RowIndex(self.run, name)
             return self.indices[name]
 
-    def answer(self, path: str, given: Mapping[str, str]) -> dict[str, Any]:
+    def answer(self, path: str, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the answer to a request as JSON. Raises UserError for a wrong parameter, KeyError for another path."""
-        index = self.index(given.get("set") or self.first_set())
+        index = self.index(query.get("set") or self.first_set())
         if path == "/api/run":
             names = sorted(index.numbers)
             return {"run": str(self.run), "sets": self.sets, "rows": len(index), "columns": names}
         if path == "/api/rows":
-            rows = index.choose(filter_of(given))
-            start, count = number(given, "start", 0), min(number(given, "count", 100), MOST_ROWS)
+            rows = index.choose(filter_of(query))
+            start, count = number(query, "start", 0), min(number(query, "count", 100), MOST_ROWS)
             shown = [index.summary(row) for row in rows[start : start + count]]
             return {"total": len(rows), "rows": shown}
         if path == "/api/row":
-            row = number(given, "row", 0)
+            row = number(query, "row", 0)
             if not 0 <= row < len(index):
                 raise UserError(f"row: there are rows 0 to {len(index) - 1}, got {row}")
             with self.lock:
                 if not self.has_read_tokenizer:
                     self.tokenizer, self.has_read_tokenizer = tokenizer_of(self.run), True
             opened = episode(*index.record(row), self.tokenizer)
-            seen = {token["image"] for one in opened["segments"] for token in one["tokens"] if "image" in token}
-            return {**index.summary(row), **opened, "images": {name: self.thumbnail(name) for name in seen}}
+            image_names = {
+                token["image"] for segment in opened["segments"] for token in segment["tokens"] if "image" in token
+            }
+            return {**index.summary(row), **opened, "images": {name: self.thumbnail(name) for name in image_names}}
         raise KeyError(path)
 
     def first_set(self) -> str | None:
@@ -82,23 +84,23 @@ class Recordings:
         return None if recorded_steps(self.run) or not self.sets else self.sets[0]
 
 
-def number(given: Mapping[str, str], name: str, default: int) -> int:
+def number(query: Mapping[str, str], name: str, default: int) -> int:
     """Return a parameter that counts something. Raises UserError for another text."""
-    text = given.get(name) or str(default)
+    text = query.get(name) or str(default)
     if not text.isdecimal():
         raise UserError(f"{name} must be a whole number from 0, got {text!r}")
     return int(text)
 
 
-def filter_of(given: Mapping[str, str]) -> Filter:
+def filter_of(query: Mapping[str, str]) -> Filter:
     """Return the filter of a request's parameters. Raises UserError for a value of another type."""
     values: dict[str, Any] = {}
     for name, kind in KINDS.items():
-        if given.get(name):
+        if query.get(name):
             try:
-                values[name] = kind(given[name])
+                values[name] = kind(query[name])
             except ValueError:
-                raise UserError(f"{name} must be a number, got {given[name]!r}") from None
+                raise UserError(f"{name} must be a number, got {query[name]!r}") from None
     return Filter(**values)
 
 
@@ -130,18 +132,18 @@ class PageHandler(BaseHTTPRequestHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        given = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+        url = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         host = self.headers.get("Host", "").rpartition(":")[0]
         if host not in (HOST, "localhost"):
             self.send(403, "text/plain", f"this server is {self.server.address}".encode())
-        elif asked.path == "/":
+        elif url.path == "/":
             self.send(200, "text/html; charset=utf-8", self.server.page)
         else:
             try:
-                status, answer = 200, self.server.recordings.answer(asked.path, given)
+                status, answer = 200, self.server.recordings.answer(url.path, query)
             except KeyError:
-                status, answer = 404, {"error": f"there is nothing at {asked.path}"}
+                status, answer = 404, {"error": f"there is nothing at {url.path}"}
             except UserError as error:
                 status, answer = 400, {"error": str(error)}
             self.send(status, "application/json", json.dumps(answer, allow_nan=False).encode())

@@ -111,9 +111,9 @@ class OwnWork:
         with self._lock:
             seconds = self.clock() - self._advanced
             for piece in self._pieces if not self._waits else ():
-                known = self._history.get(piece.name, ())
-                if len(known) >= ENOUGH and seconds > TIMES * max(known):
-                    return Stall(piece.name, seconds, max(known))
+                durations = self._history.get(piece.name, ())
+                if len(durations) >= ENOUGH and seconds > TIMES * max(durations):
+                    return Stall(piece.name, seconds, max(durations))
         return None
 
 

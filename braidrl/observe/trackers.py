@@ -243,8 +243,8 @@ class MlflowTracker:
         """
         self._library: Any = importlib.import_module("mlflow")
         self._client = self._library.MlflowClient(uri)
-        known = self._client.get_experiment_by_name(experiment)
-        where = known.experiment_id if known else self._client.create_experiment(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
+        where = existing.experiment_id if existing else self._client.create_experiment(experiment)
         # The folder identifies the run: other runs may have the same name.
         folder = {"braid.folder": str(run.folder.resolve())}
         runs = self._client.search_runs([where], f"tags.`braid.folder` = '{folder['braid.folder']}'")
@@ -322,9 +322,9 @@ def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = No
     for resume_step, steps in ((None, (0, 1, 2)), (1, (2, 3))):
         tracker = TRACKERS.make(name, TrackedRun(folder, json.loads(json.dumps(config)), resume_step), **(params or {}))
         for step in steps:
-            given = dict(metrics)
-            tracker.write(step, given)
-            assert given == metrics, f"{name} changed the metrics that it was given, which others are given too"
+            sent = dict(metrics)
+            tracker.write(step, sent)
+            assert sent == metrics, f"{name} changed the metrics that it was given, which others are given too"
             if hasattr(tracker, "write_samples"):
                 tracker.write_samples(step, [{"step": step, **sample}])
         if hasattr(tracker, "write_report"):

@@ -121,17 +121,17 @@ def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, fl
 
 
 def least_squares(
-    samples: Sequence[Mapping[str, float]], seconds: Sequence[float], known: Sequence[float] = ()
+    samples: Sequence[Mapping[str, float]], seconds: Sequence[float], known_seconds: Sequence[float] = ()
 ) -> dict[str, float]:
     """Fit non-negative unit costs by least absolute relative error (iteratively reweighted least squares).
 
     Absolute instead of squared errors make outliers, such as steps slowed by other programs, count less. Each sample
-    has its quantities by name, its measured seconds, and the part of these that is already explained (`known`).
+    has its quantities by name, its measured seconds, and the part of these that is already explained (`known_seconds`).
     """
     names = sorted({name for sample in samples for name in sample})
     took = np.array(seconds)
     a = np.array([[sample.get(name, 0.0) for name in names] for sample in samples]) / took[:, None]
-    b = np.ones(len(a)) - (np.array(known) / took if known else 0.0)
+    b = np.ones(len(a)) - (np.array(known_seconds) / took if known_seconds else 0.0)
     scale = np.abs(a).max(axis=0)
     weight = np.ones(len(a))
     for _ in range(REWEIGHED):
@@ -149,15 +149,15 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
             break
         free[slope.argmax()] = True
         while True:
-            wanted = np.zeros_like(x)
-            wanted[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
-            below = free & (wanted <= 0)
+            unbounded = np.zeros_like(x)
+            unbounded[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            below = free & (unbounded <= 0)
             if not below.any():
-                x = wanted
+                x = unbounded
                 break
             # Step towards it until a component reaches zero; fix that one at zero.
-            part = (x[below] / np.maximum(x[below] - wanted[below], 1e-300)).min()
-            x = x + part * (wanted - x)
+            part = (x[below] / np.maximum(x[below] - unbounded[below], 1e-300)).min()
+            x = x + part * (unbounded - x)
             free &= x > 1e-12
             x[~free] = 0.0
     return x
@@ -165,13 +165,13 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
 
 def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dtype: str) -> Rates:
     """Return unit costs as rates; keep those that no run shows."""
-    known: dict[str, tuple[str, PhaseRates]] = {
+    rates_of: dict[str, tuple[str, PhaseRates]] = {
         **{phase: (source, rates.of(phase)) for phase, source in FITTED_AS.items()},
         "vllm.prefill": ("infer", rates.vllm.prefill),
         "vllm.decode": ("vllm", rates.vllm.decode),
     }
     fitted: dict[str, Any] = {}
-    for name, (source, phase_rates) in known.items():
+    for name, (source, phase_rates) in rates_of.items():
         fitted[name] = phase_rates
         if f"{source}.operations" in costs:
             operations, *others = (costs.get(f"{source}.{quantity}", 0.0) for quantity in OWN)

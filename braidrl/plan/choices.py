@@ -144,11 +144,11 @@ class Choices:
         `keep` reduces those of one layout, where micro-batch and engine are independent.
         """
         problem, longest = self.problem, self.problem.config.max_sequence_tokens
-        given = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
+        configured = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
             # Engines on separate devices, with their own weights.
             layout = ParallelLayout(data=devices)
-            alone = replace(model.use, shape=model.use.plain, layout=layout, trained=False, tokens=given)
+            alone = replace(model.use, shape=model.use.plain, layout=layout, trained=False, tokens=configured)
             engines = [
                 engine and replace(engine, shape=replace(model.use.plain, dtype=engine.shape.dtype), own_weights=True)
                 for engine in self.engines(model, group, devices)
@@ -156,7 +156,7 @@ class Choices:
             uses = [replace(alone, engine=engine) for engine in engines]
             yield from self._fitting(model, group, uses, devices, part, True)
             return
-        tried = sorted({longest, max(longest, given), max(longest, given * 4)})
+        tried = sorted({longest, max(longest, configured), max(longest, configured * 4)})
         every = layouts(model.use.shape, devices, group, model.use.trained, longest)
         allowed = [layout for layout in every if problem.allows(model.role, layout)]
         for layout in itertools.takewhile(lambda _: not self.is_over(), allowed):
@@ -285,23 +285,23 @@ def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) ->
     return SetChoice(group, devices, roles, costs, memory)
 
 
-def in_turns(problem: Problem, whole: SetChoice, budget: int) -> SetChoice | None:
+def in_turns(problem: Problem, choice_of_set: SetChoice, budget: int) -> SetChoice | None:
     """Return choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
-    roles, kind = whole.roles, whole.group.kind
+    roles, kind = choice_of_set.roles, choice_of_set.group.kind
     generating = [role for role, role_choice in roles.items() if role_choice.use.engine]
     resident = {role: dict(role_choice.resident) for role, role_choice in roles.items()}
     try:
         plan = taking_turns(problem.flow, resident, generating, budget)
     except UserError:
         return None
-    host, moved = problem.cluster.kinds[kind].host * problem.rates[kind].host, dict(whole.costs)
+    host, moved = problem.cluster.kinds[kind].host * problem.rates[kind].host, dict(choice_of_set.costs)
     for step, size in plan.moved.items():
         # Loads before publication are charged to the next generation.
         name = next(iter(moved)) if step == PUBLISH else step
         if name in moved and size:
             moved[name] = moved[name].plus(Cost(moves=size / host))
     working = max(choice.working for choice in roles.values())
-    return replace(whole, costs=moved, memory=plan.most + working, budget=budget)
+    return replace(choice_of_set, costs=moved, memory=plan.most + working, budget=budget)
 
 
 def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:
@@ -310,14 +310,14 @@ def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple
         return
     first = (0,) * len(options)
     waiting = [(sum(candidates[0].busy for candidates in options), first)]
-    seen = {first}
+    queued = {first}
     while waiting:
         busy, places = heapq.heappop(waiting)
         yield busy, tuple(candidates[rank] for candidates, rank in zip(options, places, strict=True))
         for i, candidates in enumerate(options):
             later = (*places[:i], places[i] + 1, *places[i + 1 :])
-            if later[i] < len(candidates) and later not in seen:
-                seen.add(later)
+            if later[i] < len(candidates) and later not in queued:
+                queued.add(later)
                 heapq.heappush(waiting, (sum(o[p].busy for o, p in zip(options, later, strict=True)), later))
 
 

@@ -36,15 +36,15 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
     for group in groups:
         roles: dict[str, Choice] = {}
         kind = next((each for each in problem.cluster.groups if each.kind == group.kind), problem.cluster.groups[0])
-        for asked in group.uses:
-            use = role_deployment(asked, deployment, group.devices)
+        for use_asked in group.uses:
+            use = role_deployment(use_asked, deployment, group.devices)
             costs = {
-                s.name: problem.stage_cost(asked.role, s, use, kind, group.devices, asked.apart)
-                for s in models[asked.role].stages
-                if asked.role not in split or (s.kind is Kind.GENERATE) == asked.apart
+                s.name: problem.stage_cost(use_asked.role, s, use, kind, group.devices, use_asked.apart)
+                for s in models[use_asked.role].stages
+                if use_asked.role not in split or (s.kind is Kind.GENERATE) == use_asked.apart
             }
             resident, working = role_memory(use)
-            name = asked.role + GENERATE * asked.apart
+            name = use_asked.role + GENERATE * use_asked.apart
             roles[name] = Choice(use, costs, resident, sum(working.values()))
         every_asset, turns = all_resident(roles, kind, group.devices), None
         if deployment.resident_gib is not None:

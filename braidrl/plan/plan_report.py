@@ -52,12 +52,12 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
 
 def table(title: str, columns: Sequence[str], right: Sequence[int]) -> Table:
     """Return an empty table without borders; the columns `right` are right-aligned, and the last one wraps."""
-    made = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
-    for i, column in enumerate(made.columns):
+    empty_table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(empty_table.columns):
         column.no_wrap = i < len(columns) - 1
         column.justify = "right" if i in right else "left"
         column.overflow = "fold"
-    return made
+    return empty_table
 
 
 def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:

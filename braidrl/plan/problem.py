@@ -234,8 +234,8 @@ class Problem:
 
     def generation(self, divisor: int) -> GenerationLayout:
         """Return the layout of engines of `divisor` ranks: as configured, or tensor-parallel alone."""
-        given = self.deployment.engines.layout
-        return given if divisor == given.ranks else GenerationLayout(1, divisor, given.grouping)
+        configured = self.deployment.engines.layout
+        return configured if divisor == configured.ranks else GenerationLayout(1, divisor, configured.grouping)
 
     def allows(self, role: str, layout: ParallelLayout) -> bool:
         """Return whether a run can shard the role's model by this layout."""
@@ -248,15 +248,15 @@ class Problem:
         return self._allowed.setdefault(axes, True)
 
 
-def batch_lengths(config: Config, given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:
+def batch_lengths(config: Config, lengths_given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:
     """Return the lengths of one batch's rows. Raises UserError if they cannot be parsed, or the run recorded none.
 
-    `given` is a run's folder, whose recorded lengths are taken; TOKENS for every response; or MEDIAN:LONGEST of a
-    log-normal distribution. By default prompts have the lengths of the data, and responses the longest.
+    `lengths_given` is a run's folder, whose recorded lengths are used; TOKENS for every response; or MEDIAN:LONGEST
+    of a log-normal distribution. By default prompts have the lengths of the data, and responses the longest.
     """
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-    if given is not None and Path(given).is_dir():
-        run = Path(given)
+    if lengths_given is not None and Path(lengths_given).is_dir():
+        run = Path(lengths_given)
         steps = recorded_steps(run)
         if not steps:
             raise UserError(f"--lengths {run}: the run recorded no rollouts")
@@ -268,13 +268,15 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
         generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
         return Lengths(prompts[picked], responses[picked], max(1.0, float(generated)), tokens_seen(sources))
     names = ("prompt", *RESPONSES)
-    known = {name: [column.numpy() for s in sources if (column := s.lengths(name)) is not None] for name in names}
-    prompts = np.concatenate(known["prompt"] or [np.array([config.data.max_prompt_tokens])]).astype(np.int64)
-    if given is not None:
-        form = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", given)
+    columns = {name: [column.numpy() for s in sources if (column := s.lengths(name)) is not None] for name in names}
+    prompts = np.concatenate(columns["prompt"] or [np.array([config.data.max_prompt_tokens])]).astype(np.int64)
+    if lengths_given is not None:
+        form = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", lengths_given)
         median, longest = (int(form[1]), int(form[2] or form[1])) if form else (0, 0)
         if not 1 <= median <= longest:
-            raise UserError(f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in 300:2000")
+            raise UserError(
+                f"--lengths: {lengths_given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in 300:2000"
+            )
         responses = np.array([median])
         if longest > median:
             sigma = math.log(longest / median) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
@@ -282,8 +284,8 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
             drawn = [min(longest, int(median * math.exp(sigma * q))) for q in quantiles]
             responses = np.array([max(1, tokens) for tokens in drawn])
     else:
-        said = [lengths for name in RESPONSES for lengths in known[name]]
-        responses = np.concatenate(said or [np.array([config.rollout.max_response_tokens])]).astype(np.int64)
+        responses_of = [lengths for name in RESPONSES for lengths in columns[name]]
+        responses = np.concatenate(responses_of or [np.array([config.rollout.max_response_tokens])]).astype(np.int64)
     # Shuffle: lengths of prompts and responses are taken as independent.
     shuffled = np.random.default_rng(0).permutation(prompts[spread(prompts, rows)])
     return Lengths(shuffled, responses[spread(responses, rows)], config.trainer.over_sampling, tokens_seen(sources))
@@ -291,13 +293,13 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
 
 def tokens_seen(sources: Sequence[LoadedSource]) -> float:
     """Return the mean of the tokens that stand for images in a prompt, over the first prompts of each source."""
-    seen = [
+    image_tokens = [
         sum(span.tokens for span in (source.images(row) or [[]])[0])
         for source in sources
         if set(source.facts.images) - {"0"}
         for row in range(min(len(source), EXAMINED))
     ]
-    return sum(seen) / len(seen) if seen else 0.0
+    return sum(image_tokens) / len(image_tokens) if image_tokens else 0.0
 
 
 def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:

@@ -230,16 +230,18 @@ class Search:
                     sets.append(replace(chosen, roles=named))
                     continue
                 options = self.choices.of_role(str(member.role), group, devices, part)
-                fitting = [one for one in options if one.peak <= room]
+                fitting = [option for option in options if option.peak <= room]
                 if part == "generate" and config.streaming.weights == "rolling":
                     # One engine generates while another loads.
-                    fitting = [one for one in fitting if one.use.engine is None or devices > one.use.engine.divisor]
+                    fitting = [
+                        option for option in fitting if option.use.engine is None or devices > option.use.engine.divisor
+                    ]
                 if not fitting:
                     break
-                choice = min(fitting, key=lambda one: one.busy)
+                choice = min(fitting, key=lambda option: option.busy)
                 sets.append(SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak))
             if len(sets) == len(members):
-                bounded.append((max(one.busy for one in sets), sets))
+                bounded.append((max(option.busy for option in sets), sets))
         quickest: Plan | None = None
         for bound, sets in sorted(bounded, key=lambda pair: pair[0])[:MOST_SIMULATED]:
             # Lower bound: an iteration takes at least as long as each group's work.

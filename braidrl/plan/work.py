@@ -320,10 +320,10 @@ def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
     held = np.ones(groups.shape)
     # The parts of the stages and of each tensor that a rank holds already, and those that it generates with, as parts
     # of [0, 1].
-    for trains, parts, wanted, generated in (
+    for trains, parts, targets, generated in (
         (groups // (groups.size // pipeline), pipeline, np.arange(target.pipeline)[:, None], target.pipeline),
         (groups % tensor, tensor, np.arange(target.tensor)[None, :], target.tensor),
     ):
-        ends = np.minimum((trains + 1) / parts, (wanted + 1) / generated)
-        held *= np.maximum(0.0, ends - np.maximum(trains / parts, wanted / generated))
+        ends = np.minimum((trains + 1) / parts, (targets + 1) / generated)
+        held *= np.maximum(0.0, ends - np.maximum(trains / parts, targets / generated))
     return float(1 / target.ranks - held.min() / layout.shard_ranks)

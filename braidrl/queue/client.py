@@ -51,14 +51,14 @@ class Evicted(LookupError):
 class DataPlane:
     """A process's view of the payload of all nodes."""
 
-    def __init__(self, place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> None:
-        """Open the storage of the node at `place`, where this process is called `writer`. Raises UserError as
+    def __init__(self, location: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> None:
+        """Open the storage of the node at `location`, where this process is called `writer`. Raises UserError as
         `open_storage`.
 
         Other nodes, which know the secret, have `limit_s` seconds to answer.
         """
-        self.segments = open_storage(place.storage, place.run, writer)
-        self.address, self.host = place.address, place.host
+        self.segments = open_storage(location.storage, location.run, writer)
+        self.address, self.host = location.address, location.host
         self.served = 0
         """Bytes sent by this node's server to other nodes."""
         self.carried = 0
@@ -82,8 +82,8 @@ class DataPlane:
         The result is views on shared memory, or bytes from the block's node.
         """
         if block.host != self.host:
-            wanted = ReadRows(block.name, list(columns), None if positions is None else list(positions))
-            answer, frames = self.connections.ask(block.address, wanted)
+            request = ReadRows(block.name, list(columns), None if positions is None else list(positions))
+            answer, frames = self.connections.ask(block.address, request)
             if isinstance(answer, MissingBlock):
                 raise Evicted(f"{block.name} was evicted from {block.host}")
             return decode(self._carry(frames))
@@ -121,9 +121,9 @@ class DataPlane:
         for address, names in by_address.items():
             self.connections.tell(address, Free(names))
 
-    def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
-        """Free the segments of a dead process of the node at `address`, except the `known` ones."""
-        request = Abandon(writer, sorted(known))
+    def abandon(self, address: str, writer: str, referenced: Collection[str]) -> None:
+        """Free the segments of a dead process of the node at `address`, except the `referenced` ones."""
+        request = Abandon(writer, sorted(referenced))
         if address == self.address:
             self.answer(request)
         else:
@@ -329,7 +329,7 @@ def assembled(
     inline: Rows,
     payload: Sequence[TablePiece],
     size: int,
-    wanted: Sequence[int] | None = None,
+    requested: Sequence[int] | None = None,
     index: bool = False,
 ) -> Rows:
     """Return rows with columns read from their blocks.
@@ -339,13 +339,13 @@ def assembled(
         inline: Columns that are not in a block.
         payload: Pieces of blocks, from `Table.payload`.
         size: The number of rows.
-        wanted: Positions of the wanted rows, in this order; None is all.
+        requested: Positions of the requested rows, in this order; None is all.
         index: Read only the index columns.
 
     Raises:
         Evicted: A block is gone.
     """
-    order = None if wanted is None else {position: number for number, position in enumerate(wanted)}
+    order = None if requested is None else {position: number for number, position in enumerate(requested)}
     parts_of: defaultdict[tuple[str, ...], list[tuple[Rows, Sequence[int]]]] = defaultdict(list)
     for piece in payload:
         names = piece.index_columns if index else piece.columns
@@ -357,11 +357,11 @@ def assembled(
         if not len(positions) or not names:
             continue
         assert piece.block is not None, "columns without a block are index columns, which are inline"
-        whole = len(positions) == piece.rows and list(positions) == list(range(piece.rows))
-        parts_of[tuple(names)].append((data.read_rows(piece.block, names, None if whole else positions), targets))
+        all_rows = len(positions) == piece.rows and list(positions) == list(range(piece.rows))
+        parts_of[tuple(names)].append((data.read_rows(piece.block, names, None if all_rows else positions), targets))
     columns = dict[str, Column]()
     for parts in parts_of.values():
         rows = Rows.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
         columns.update(in_order(rows, [target for _, targets in parts for target in targets]).items())
-    columns.update((inline if wanted is None or not len(inline) else inline.take(wanted)).items())
+    columns.update((inline if requested is None or not len(inline) else inline.take(requested)).items())
     return Rows(columns)

@@ -47,18 +47,18 @@ class ColumnController(QueueController):
         tasks: Mapping[str, Collection[str]],
         samplers: Mapping[str, Sampler],
         data: DataPlane,
-        place: Place,
+        location: Place,
         lease_s: float,
         budget_bytes: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """Begin without rows; the arguments are those of `TransferQueue.serve`.
 
-        Clients read and free payload through the node `place`.
+        Clients read and free payload through the node `location`.
         """
         super().__init__(lease_s, clock)
         self.columns = {name: sorted(columns) for name, columns in tasks.items()}
-        self.samplers, self.data, self.place, self.budget_bytes = samplers, data, place, budget_bytes
+        self.samplers, self.data, self.place, self.budget_bytes = samplers, data, location, budget_bytes
         self.holders: dict[str, Holder] = {}
         self.tasks, self.table = Tasks(tasks), Table()
         self.tasks.facts = self._facts
@@ -183,10 +183,10 @@ class ColumnController(QueueController):
 
     def _clear(self, request: Clear) -> Answer:
         """Remove rows, completed or not: the named ones, those of a table, or all."""
-        wanted, table = request.rows, request.table
-        rows = self.tasks.rows if wanted is None else [row for row in wanted if row in self.tasks.rows]
-        known = next(iter(self.tasks.tasks.values())).table
-        self._remove([row for row in rows if table is None or known[row] == table])
+        named_rows, table = request.rows, request.table
+        rows = self.tasks.rows if named_rows is None else [row for row in named_rows if row in self.tasks.rows]
+        table_of = next(iter(self.tasks.tasks.values())).table
+        self._remove([row for row in rows if table is None or table_of[row] == table])
         return NOTHING
 
     def _missing(self, request: Missing) -> Answer:

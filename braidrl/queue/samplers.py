@@ -46,12 +46,12 @@ def whole_groups(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]
     fits.
     """
     places: dict[Any, list[int]] = {}
-    for place, candidate in enumerate(ready):
-        places.setdefault(candidate.group, []).append(place)
+    for position, candidate in enumerate(ready):
+        places.setdefault(candidate.group, []).append(position)
     chosen: list[int] = []
-    for found in places.values():
-        if len(found) == ready[found[0]].group_rows and len(chosen) + len(found) <= most:
-            chosen += found
+    for rows in places.values():
+        if len(rows) == ready[rows[0]].group_rows and len(chosen) + len(rows) <= most:
+            chosen += rows
     return chosen or first_in(ready, most, ranks)
 
 
@@ -59,19 +59,19 @@ def token_balanced(ready: Sequence[Candidate], most: int, ranks: int) -> list[in
     """Return the oldest row and the rows closest to it in length, a multiple of `ranks`, so that ranks get similar
     numbers of tokens.
     """
-    nearest = sorted(range(len(ready)), key=lambda place: (abs(ready[place].tokens - ready[0].tokens), place))
+    nearest = sorted(range(len(ready)), key=lambda position: (abs(ready[position].tokens - ready[0].tokens), position))
     rows = min(most, len(ready))
     return nearest[: max(rows - rows % ranks, min(rows, ranks))]
 
 
 def shortest_first(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
     """Return the rows with the fewest tokens."""
-    return sorted(range(len(ready)), key=lambda place: (ready[place].tokens, place))[:most]
+    return sorted(range(len(ready)), key=lambda position: (ready[position].tokens, position))[:most]
 
 
 def oldest_version(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
     """Return the rows whose tokens have the oldest versions."""
-    return sorted(range(len(ready)), key=lambda place: (ready[place].version, place))[:most]
+    return sorted(range(len(ready)), key=lambda position: (ready[position].version, position))[:most]
 
 
 FIRST_IN = Sampler("first_in", first_in, looks_at=1)
@@ -98,7 +98,7 @@ def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int)
     Raises UserError if it fails, and unless it is 1 to `most` different positions in `ready`.
     """
     with users_errors(f"sampler {sampler.name}", sampler.choose):
-        chosen = [int(place) for place in sampler.choose(ready, most, ranks)]
+        chosen = [int(position) for position in sampler.choose(ready, most, ranks)]
     if not 0 < len(chosen) <= most or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(len(ready))):
         raise UserError(
             f"sampler {sampler.name} chose {chosen[:8]} of {len(ready)} rows where at most {most} are wanted; "
@@ -132,4 +132,4 @@ def check_sampler(name: str, sizes: Iterable[int] = range(1, 33)) -> None:
                 chosen = checked(sampler, left, most, ranks)
                 assert tuple(left) == before, f"{name} changes what it is shown"
                 assert checked(sampler, left, most, ranks) == chosen, f"{name} chooses differently the second time"
-                left = [candidate for place, candidate in enumerate(left) if place not in set(chosen)]
+                left = [candidate for position, candidate in enumerate(left) if position not in set(chosen)]

@@ -180,8 +180,8 @@ class RedisStorage(StorageBackend):
         return split(memoryview(content))
 
     def unlink(self, names: Collection[str]) -> None:
-        if wanted := [allowed(name) for name in names]:
-            self._server.unlink(*wanted)
+        if keys := [allowed(name) for name in names]:
+            self._server.unlink(*keys)
 
     def names(self, writer: str | None = None) -> list[str]:
         return sorted(name.decode() for name in self._server.scan_iter(match=self.pattern(writer)))
@@ -189,25 +189,29 @@ class RedisStorage(StorageBackend):
 
 def check_storage(storage: str) -> None:
     """Contract test of a storage backend; call it from the backend's own test. Raises AssertionError if it fails."""
-    one, two = (open_storage(storage, "c0ffee", writer) for writer in ("one", "two/slash"))
+    first, second = (open_storage(storage, "c0ffee", writer) for writer in ("one", "two/slash"))
     frames = [b"", b"first", bytes(range(256)) * 300]
     try:
-        name, size = one.write(frames)
-        other, _ = two.write([b"other"])
-        assert size >= sum(map(len, frames)) and name != other, "segments have names of their own, and their size"
-        assert [bytes(frame) for frame in two.read(name)] == frames, "what one process wrote another reads"
-        assert one.names() == sorted([name, other]) and one.names("two/slash") == [other], (
+        name, size = first.write(frames)
+        other_name, _ = second.write([b"other"])
+        assert size >= sum(map(len, frames)) and name != other_name, "segments have names of their own, and their size"
+        assert [bytes(frame) for frame in second.read(name)] == frames, "what one process wrote another reads"
+        assert first.names() == sorted([name, other_name]) and first.names("two/slash") == [other_name], (
             "a writer's segments are found"
         )
-        read = two.read(name)
-        one.unlink([name, name])
+        read = second.read(name)
+        first.unlink([name, name])
         assert [bytes(frame) for frame in read] == frames, "what was read stays when the segment is unlinked"
-        assert one.names() == [other], "an unlinked segment is gone"
-        for call in (lambda: two.read(name), lambda: two.read("../etc/passwd"), lambda: two.unlink(["../etc/passwd"])):
+        assert first.names() == [other_name], "an unlinked segment is gone"
+        for call in (
+            lambda: second.read(name),
+            lambda: second.read("../etc/passwd"),
+            lambda: second.unlink(["../etc/passwd"]),
+        ):
             try:
                 call()
             except (FileNotFoundError, ValueError):
                 continue
             raise AssertionError("a segment that is gone, or what is no segment's name, is refused")
     finally:
-        one.unlink(one.names())
+        first.unlink(first.names())

@@ -126,7 +126,7 @@ class StoredRows:
         """Return some columns as a part of `writer`. The rows must be in one block."""
         assert len(self.payload) <= 1, "rows that are put into the queue lie in one block"
         pieces = [p._replace(columns=[name for name in p.columns if name in names]) for p in self.payload]
-        places = {uid: place for place, uid in enumerate(self.uids())}
+        places = {uid: position for position, uid in enumerate(self.uids())}
         return StoredRows(self.index.only([name for name in self.index if name in names]), pieces, writer, places)
 
 
@@ -163,10 +163,10 @@ class HeldBlocks:
 
     def freed(self) -> list[Block]:
         """Return the blocks freed since the objects of `hold_for` were deleted."""
-        found: list[Block] = []
+        blocks: list[Block] = []
         while self._dropped:
-            found += self.release(self._dropped.popleft())
-        return found
+            blocks += self.release(self._dropped.popleft())
+        return blocks
 
 
 class Table:
@@ -185,8 +185,8 @@ class Table:
 
     def replace(self, part: StoredRows) -> list[Block]:
         """Replace the part of the same writer; return the blocks that are now free."""
-        known = self.parts.get(part.writer, {})
-        before = set(map(known.__getitem__, part.rows.keys() & known.keys())) if known else ()
+        parts = self.parts.get(part.writer, {})
+        before = set(map(parts.__getitem__, part.rows.keys() & parts.keys())) if parts else ()
         self.add(part)
         return self._drop(part.rows.keys(), before)
 
@@ -237,13 +237,13 @@ class Table:
     def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Remove rows; return the blocks that are now free."""
         gone, parts = set(uids), set[StoredRows]()
-        for known in self.parts.values():
+        for parts_of_writer in self.parts.values():
             # A writer of several names has stored the same part under each.
-            if known.keys() <= gone:
-                parts.update(known.values())
-                known.clear()
+            if parts_of_writer.keys() <= gone:
+                parts.update(parts_of_writer.values())
+                parts_of_writer.clear()
             else:
-                parts.update(known.pop(uid) for uid in gone & known.keys())
+                parts.update(parts_of_writer.pop(uid) for uid in gone & parts_of_writer.keys())
         return self._drop(gone, parts)
 
     def _drop(self, gone: Set[Row], parts: Iterable[StoredRows]) -> list[Block]:

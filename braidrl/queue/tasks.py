@@ -43,19 +43,19 @@ class Ordered:
 
     def take(self, most: int) -> list[Row]:
         """Remove and return up to `most` rows with the lowest numbers."""
-        found: list[Row] = []
-        while self._heap and len(found) < most:
+        rows: list[Row] = []
+        while self._heap and len(rows) < most:
             # Removed rows, and those added twice, are still in the heap.
             row = self.rows.pop(heappop(self._heap), None)
             if row is not None:
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
     def first(self, most: int, numbers: Mapping[Row, int]) -> list[Row]:
         """Return up to `most` rows with the lowest numbers, without removing them."""
-        found = self.take(most)
-        self.add(found, numbers)
-        return found
+        rows = self.take(most)
+        self.add(rows, numbers)
+        return rows
 
 
 class Task:
@@ -100,8 +100,8 @@ class Task:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Record that one of the awaited writers has written rows."""
-        known = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
-        self._enter(self._free(self._complete(known)))
+        held = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
+        self._enter(self._free(self._complete(held)))
 
     def unwrite(self, rows: Sequence[Row]) -> None:
         """Record the loss of an awaited writer's columns. The holder of a row keeps it."""
@@ -141,8 +141,8 @@ class Task:
         rows = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
         if len(rows) == len(self.table):
             # A batch leaves with nothing behind it.
-            for known in (self.table, self.lease, self.ready, self.undone, self._groups):
-                known.clear()
+            for by_row in (self.table, self.lease, self.ready, self.undone, self._groups):
+                by_row.clear()
             return
         left = [row for row in rows if self.lease.get(row, 0) is not None]
         self._count(left, -1)
@@ -177,15 +177,17 @@ class Task:
                 del self.ready[table]
         else:
             rows = ready.first(most * sampler.looks_at, self.numbers)
-            seen = [facts(row) for row in rows]
+            candidates = [facts(row) for row in rows]
             if self.whole_groups:
-                sums = [sum(facts(one).tokens for one in self._groups[self.group[row]]) for row in rows]
-                seen = [one._replace(tokens=tokens) for one, tokens in zip(seen, sums, strict=True)]
-            chosen = checked(sampler, seen, most, ranks)
+                sums = [sum(facts(member).tokens for member in self._groups[self.group[row]]) for row in rows]
+                candidates = [
+                    candidate._replace(tokens=tokens) for candidate, tokens in zip(candidates, sums, strict=True)
+                ]
+            chosen = checked(sampler, candidates, most, ranks)
             self._passed[table] = 0 if 0 in chosen else self._passed[table] + 1
             if self._passed[table] >= PATIENCE:
                 chosen, self._passed[table] = [0, *chosen[: most - 1]], 0
-            rows = [rows[place] for place in sorted(chosen)]
+            rows = [rows[position] for position in sorted(chosen)]
         if self.whole_groups:
             rows = [row for first in rows for row in self._groups[self.group[first]]]
         if self.whole_groups or sampler is not FIRST_IN:
@@ -219,7 +221,7 @@ class Task:
             for row in rows:
                 self._groups[self.group[row]][row] = True
             members = (self._groups[group] for group in groups)
-            rows = [next(iter(known)) for known in members if all(known.values())]
+            rows = [next(iter(complete)) for complete in members if all(complete.values())]
         for table, some in by_value(rows, self.table):
             self.ready.setdefault(table, Ordered()).add(some, self.numbers)
 
@@ -245,10 +247,10 @@ class Task:
 
 def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[Any, Sequence[Row]]]:
     """Group rows by their value; mostly all have the same one."""
-    found = set(map(values.__getitem__, rows))
-    if len(found) <= 1:
-        return [(value, rows) for value in found]
-    return [(value, [row for row in rows if values[row] == value]) for value in found]
+    distinct = set(map(values.__getitem__, rows))
+    if len(distinct) <= 1:
+        return [(value, rows) for value in distinct]
+    return [(value, [row for row in rows if values[row] == value]) for value in distinct]
 
 
 class Tasks:

@@ -98,7 +98,7 @@ class Batch(Mapping[str, Any]):
 
         def plain(value: Any) -> Any:
             if isinstance(value, list):
-                return [plain(one) for one in value]
+                return [plain(item) for item in value]
             if not isinstance(value, Tensor):
                 return value
             return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
@@ -223,12 +223,12 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
             connection = Connection(address, limit_s, secret)
             resources.callback(connection.close)
             directory: Directory = connection.ask(AskDirectory())[0]
-            place = directory.place
-            if place.host != machine():
+            location = directory.place
+            if location.host != machine():
                 node = StorageNode(machine(), ip, secret)
                 resources.callback(node.close)
-                place = node.place()
-            data = DataPlane(place, holder, limit_s, secret)
+                location = node.place()
+            data = DataPlane(location, holder, limit_s, secret)
             resources.callback(data.close)
             return cls(address, holder, directory, data, resources.pop_all())
 

@@ -220,9 +220,9 @@ class Parking:
         if last is not None and last[0] == number:
             self._send(sender, number, last[1])
             return
-        known = self._parked.pop(sender, None)
-        if known is not None and known.number == number:
-            self._parked[sender] = known
+        parked = self._parked.pop(sender, None)
+        if parked is not None and parked.number == number:
+            self._parked[sender] = parked
         else:
             self._attempt(sender, Parked(number, request, now + wait_s), frames)
 
@@ -470,8 +470,8 @@ class QueueController(ABC):
             for tasks in self.queues:
                 tasks.give_up(tasks.leases.expired(now))
 
-    def wait(self, seen: int, seconds: float) -> int:
-        """Wait until there are more changes than `seen`, or until the time limit; return their number."""
+    def wait(self, changes_before: int, seconds: float) -> int:
+        """Wait until there are more changes than `changes_before`, or until the time limit; return their number."""
         with self.changed:
-            self.changed.wait_for(lambda: self.changes != seen, seconds)
+            self.changed.wait_for(lambda: self.changes != changes_before, seconds)
             return self.changes

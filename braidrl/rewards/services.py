@@ -222,7 +222,9 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
                     text = content.decode(errors="replace")
                     if answer.status < 300:
                         with contextlib.suppress(ValueError):
-                            if isinstance(value := parse_json(text, ANSWER_BYTES, finite=False, whole=False), dict):
+                            if isinstance(
+                                value := parse_json(text, ANSWER_BYTES, finite=False, refuse_surrogates=False), dict
+                            ):
                                 return value, tries
                         raise Refused(f"{url}: its answer is no JSON object: {text[:80]!r}")
                     trouble = f"{answer.status} {' '.join(text.split())[:200]}"

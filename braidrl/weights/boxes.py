@@ -86,7 +86,7 @@ class Box:
         """Return at most `parts` disjoint blocks of about equal size that cover this one."""
         if not self.sizes:
             return [self]
-        axis = max(range(len(self.sizes)), key=lambda one: self.sizes[one])
+        axis = max(range(len(self.sizes)), key=lambda dimension: self.sizes[dimension])
         at, size = self.offsets[axis], self.sizes[axis]
         edges = [at + size * part // parts for part in range(parts + 1)]
         return [self.along(axis, a, b) for a, b in pairwise(edges) if a < b]

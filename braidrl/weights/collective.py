@@ -169,19 +169,19 @@ class WeightOffer:
                     put_message(store, f"transfer/{number}", formed)
                 if not has_message(store, f"transfer/{number}"):
                     continue
-                asked = message_at(store, f"transfer/{number}", WeightRequest)
+                request = message_at(store, f"transfer/{number}", WeightRequest)
             except RuntimeError:
                 return  # the sender that opened the store has exited
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: asked.version in self._seen, senders.limit_s)  # noqa: B023
-                    parts, is_current = self._kept.get(asked.version, ({}, lambda: False))
-                    before, is_before = self._kept.get(asked.held, (None, lambda: True))
+                    self._changed.wait_for(lambda: request.version in self._seen, senders.limit_s)  # noqa: B023
+                    parts, is_current = self._kept.get(request.version, ({}, lambda: False))
+                    before, is_before = self._kept.get(request.held, (None, lambda: True))
                 if not is_current():
                     raise TransferError("the weights have changed since that version; engines receive the next one")
                 before = before if is_before() else None
-                meeting, size = dist.PrefixStore(f"transfer {number}", store), senders.senders + asked.receivers
+                meeting, size = dist.PrefixStore(f"transfer {number}", store), senders.senders + request.receivers
                 with transfer_group(
                     meeting, self.ranks.rank, size, self.device, senders, parts, lambda held: {}, before
                 ) as transfer:
@@ -203,18 +203,16 @@ class WeightOffer:
             if has_message(store, f"request/{request}"):
                 self._unread.discard(request)
                 requests[request] = replace(message_at(store, f"request/{request}", WeightRequest), since=now)
-        for request, asked in list(requests.items()):
-            if has_message(store, f"{request}/cancelled") or now > asked.since + self.senders.limit_s:
+        for request, waiting in list(requests.items()):
+            if has_message(store, f"{request}/cancelled") or now > waiting.since + self.senders.limit_s:
                 del requests[request]
-            elif asked.ready is None and count_at(store, f"{request}/here") == asked.receivers:
-                asked.ready = now
-        first = next((asked for asked in requests.values() if asked.ready is not None), None)
+            elif waiting.ready is None and count_at(store, f"{request}/here") == waiting.receivers:
+                waiting.ready = now
+        first = next((waiting for waiting in requests.values() if waiting.ready is not None), None)
         if first is None or first.ready is None:
             return None
-        alike = {
-            n: wanted for n, wanted in requests.items() if (wanted.version, wanted.held) == (first.version, first.held)
-        }
-        joined = [n for n, wanted in alike.items() if wanted.ready is not None]
+        alike = {n: r for n, r in requests.items() if (r.version, r.held) == (first.version, first.held)}
+        joined = [n for n, r in alike.items() if r.ready is not None]
         if len(joined) < len(alike) and now < first.ready + JOIN_S:
             return None
         receivers, total = 0, sum(alike[n].receivers for n in joined)
@@ -243,12 +241,12 @@ class OfferedWeights(Senders):
         With `held`, the version that the workers hold, changed values alone are sent if the senders still have that
         version too.
         """
-        known, store = held.version if held is not None and held.secret == self.secret else None, self.store()
+        version_held, store = held.version if held is not None and held.secret == self.secret else None, self.store()
         number = count_at(store, "asked", 1)
-        put_message(store, f"request/{number}", WeightRequest(self.version, receivers, known))
+        put_message(store, f"request/{number}", WeightRequest(self.version, receivers, version_held))
         try:
             senders = {setting.name: getattr(self, setting.name) for setting in fields(Senders)}
-            yield TransferNotice(**senders, number=number, receivers=receivers, changes=known is not None)
+            yield TransferNotice(**senders, number=number, receivers=receivers, changes=version_held is not None)
         except BaseException:
             with suppress(RuntimeError):  # the store is gone, and the senders with it
                 put_message(store, f"{number}/cancelled")
@@ -273,8 +271,8 @@ class OfferedWeights(Senders):
         Raises as `Incoming.put_into`.
         """
         ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
-        with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as asked:
-            notice, *_ = ranks.all_gather("weights on offer", asked, TransferNotice | None)
+        with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as notice_here:
+            notice, *_ = ranks.all_gather("weights on offer", notice_here, TransferNotice | None)
             Incoming(notice, ranks.rank, device).put_into(parts)
 
 
@@ -297,13 +295,13 @@ class Incoming:
         Raises TransferError.
         """
         with self._joined(lambda held: held.tensors) as transfer:
-            known = transfer.known.tensors
-            arriving = Arriving(known, self.device)
+            tensors = transfer.known.tensors
+            arriving = Arriving(tensors, self.device)
             for number in transfer.steps({}, arriving):
                 for name in transfer.arrivals[number]:
                     tensor = arriving[name].local
                     del arriving[name]
-                    yield from ((alias, tensor) for alias in known[name].names)
+                    yield from ((alias, tensor) for alias in tensors[name].names)
 
     def put_into(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
@@ -316,16 +314,16 @@ class Incoming:
         """
         differs = list[ValueError]()
 
-        def wanted(held: ShardIndex) -> Mapping[str, WeightPart]:
-            given = {alias: part.shape for part in held.tensors.values() for alias in part.names}
+        def parts_to_receive(held: ShardIndex) -> Mapping[str, WeightPart]:
+            offered = {alias: part.shape for part in held.tensors.values() for alias in part.names}
             try:
-                check_parts(given, parts) if shapes is None else check_shapes(given, shapes)
+                check_parts(offered, parts) if shapes is None else check_shapes(offered, shapes)
             except ValueError as error:
                 # The senders wait for this worker's request: send an empty one.
                 differs.append(error)
             return {} if differs else parts
 
-        with self._joined(wanted, {} if self.notice.changes else None) as transfer:
+        with self._joined(parts_to_receive, {} if self.notice.changes else None) as transfer:
             moved = transfer.run({}, {} if differs else parts)
         if differs:
             raise differs[0]
@@ -333,7 +331,9 @@ class Incoming:
 
     @contextmanager
     def _joined(
-        self, wanted: Callable[[ShardIndex], Mapping[str, WeightPart]], before: Mapping[str, WeightPart] | None = None
+        self,
+        parts_for: Callable[[ShardIndex], Mapping[str, WeightPart]],
+        before: Mapping[str, WeightPart] | None = None,
     ) -> Iterator[WeightTransfer]:
         """Join the transfer that the senders form once all workers of this request are there; leave it when all have
         their copies.
@@ -347,7 +347,7 @@ class Incoming:
             number, first, size = message_at(request, "joined", JOINED)
             meeting = dist.PrefixStore(f"transfer {number}", store)
             with transfer_group(
-                meeting, first + self.worker, size, self.device, notice, {}, wanted, before
+                meeting, first + self.worker, size, self.device, notice, {}, parts_for, before
             ) as transfer:
                 yield transfer
             count_at(request, "received", transfer.traffic.received)
@@ -364,8 +364,8 @@ class Incoming:
 class Arriving(dict[str, WeightPart]):
     """Full tensors, each allocated when its first block arrives."""
 
-    def __init__(self, known: Mapping[str, WeightPart], device: torch.device) -> None:
-        self._known, self._device = known, device
+    def __init__(self, tensors: Mapping[str, WeightPart], device: torch.device) -> None:
+        self._known, self._device = tensors, device
 
     def __missing__(self, name: str) -> WeightPart:
         self[name] = WeightPart([name], torch.empty_like(self._known[name].local, device=self._device))
@@ -394,14 +394,14 @@ def transfer_group(
     device: torch.device,
     senders: Senders,
     parts: Mapping[str, WeightPart],
-    wanted: Callable[[ShardIndex], Mapping[str, WeightPart]],
+    parts_for: Callable[[ShardIndex], Mapping[str, WeightPart]],
     before: Mapping[str, WeightPart] | None,
 ) -> Iterator[WeightTransfer]:
     """Join the processes of one transfer when all are there, plan it, and leave when all have finished their copies.
 
     Only then may senders change their tensors. A failed transfer leaves no state behind. Senders have the lower ranks.
 
-    This process sends its `parts`, and receives those `wanted` of the tensors that the senders have, by buffers on
+    This process sends its `parts`. `parts_for` returns the parts to receive, given the senders' tensors; buffers are on
     `device`. `before` are the parts of the version before, at senders; an empty mapping at receivers that hold it.
     Raises TransferError if a sender fails, or if processes are missing after the time limit.
     """
@@ -413,9 +413,9 @@ def transfer_group(
     ranks = Ranks(group := group_between(store, rank, size, min(senders.limit_s, CONNECT_S), nccl, address))
     _set_pg_timeout(timedelta(seconds=senders.limit_s), group)
     with closing(TRANSPORTS.make(senders.transport, ranks, device)) as transport:
-        known = gather_shard_index(parts, ranks, machine())
-        groups = known.groups(gather_shard_index(wanted(known), ranks))
-        transfer = WeightTransfer(known, groups, ranks, device=device, transport=transport)
+        index = gather_shard_index(parts, ranks, machine())
+        groups = index.groups(gather_shard_index(parts_for(index), ranks))
+        transfer = WeightTransfer(index, groups, ranks, device=device, transport=transport)
         # Changed values suffice if all processes hold the version before.
         if all(ranks.all_gather("the version before", before is not None, bool)):
             transfer.before = before

@@ -105,10 +105,10 @@ class WeightFile:
 
         Raises ValueError, before any change, if they are another model's.
         """
-        given = dict(self.tensors())
-        check_parts({name: tensor.shape for name, tensor in given.items()}, parts)
+        tensors = dict(self.tensors())
+        check_parts({name: tensor.shape for name, tensor in tensors.items()}, parts)
         for name, part in parts.items():
-            part.put(part.box.of(given[name]), part.box)
+            part.put(part.box.of(tensors[name]), part.box)
 
 
 def stored_weights(
@@ -141,28 +141,28 @@ class WeightWriter:
         """
         self.ranks, self.adapter = ranks, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
-        known = gather_shard_index(parts, ranks, machine())
+        index = gather_shard_index(parts, ranks, machine())
         ranks_on: dict[str, list[int]] = {}
-        for rank, where in enumerate(known.machines):
+        for rank, where in enumerate(index.machines):
             ranks_on.setdefault(where, []).append(rank)
         self.machines = sorted(ranks_on)
         """The machines that receive a file of each version."""
-        self.leader = ranks_on[known.machines[ranks.rank]][0]
+        self.leader = ranks_on[index.machines[ranks.rank]][0]
         self.is_leader = ranks.rank == self.leader
         """Whether this rank creates its machine's file."""
-        others = {other: first for first, part in known.tensors.items() for other in part.names if other != first}
+        others = {name: first for first, part in index.tensors.items() for name in part.names if name != first}
         self.repeated = others if repeat else {}
         """The other names of tied tensors that are stored under every name, and the first."""
-        self.tensors = {name: part.local for name, part in known.tensors.items()}
+        self.tensors = {name: part.local for name, part in index.tensors.items()}
         stored = self.tensors | {name: self.tensors[same] for name, same in self.repeated.items()}
         self.header, self.size = file_header(stored, others if not repeat else {})
         # The ranks of each machine write every element once.
         groups = [
             replace(group, wanted=[block for here in ranks_on.values() for block in shared_blocks(group, here)])
-            for group in known.groups()
+            for group in index.groups()
         ]
         # Readers map the file on the CPU, so blocks are exchanged there.
-        self.transfer = WeightTransfer(known, groups, ranks, device=torch.device("cpu"))
+        self.transfer = WeightTransfer(index, groups, ranks, device=torch.device("cpu"))
 
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
         """Write this version; the machine's leader frees its file by `close`.
@@ -170,8 +170,8 @@ class WeightWriter:
         `named` is the path of a file that outlives this process; by default the file is unlinked, or in a temporary
         folder. Raises OSError on every rank if a machine's memory is full or its folder is missing.
         """
-        with ExitStack() as made:
-            path = self._create(made, named)
+        with ExitStack() as cleanup:
+            path = self._create(cleanup, named)
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 begin, failed = os.fstat(handle).st_size - self.size, list[OSError]()
@@ -191,19 +191,19 @@ class WeightWriter:
                 # The folder is removed, so the file is unlinked; it lives while it is open.
                 return WeightFile(f"/proc/{os.getpid()}/fd/{handle}", lambda: os.close(handle))
             os.close(handle)
-            return WeightFile(path, made.pop_all().close)
+            return WeightFile(path, cleanup.pop_all().close)
 
-    def _create(self, made: ExitStack, named: Path | None) -> Path:
+    def _create(self, cleanup: ExitStack, named: Path | None) -> Path:
         """Create the file on each machine's leader, with its header and space for all tensors; return this machine's
         path.
         """
-        said, for_servers = dict[str, Any](), self.in_folder and self.adapter is None
+        outcome, for_servers = dict[str, Any](), self.in_folder and self.adapter is None
         header = header_bytes(self.header)
         try:
             if self.is_leader:
                 if named is None:
-                    place = self.within if self.in_folder else shared_folder()
-                    folder = made.enter_context(tempfile.TemporaryDirectory(prefix="braid-weights-", dir=place))
+                    parent = self.within if self.in_folder else shared_folder()
+                    folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="braid-weights-", dir=parent))
                     if for_servers:
                         Path(folder).chmod(0o755)
                     named = Path(folder) / (WEIGHTS if self.adapter is None else ADAPTER)
@@ -212,8 +212,8 @@ class WeightWriter:
                 else:
                     if self.in_folder:
                         named.parent.mkdir(mode=0o755)
-                    made.callback(remove_version, named)
-                said = {"path": str(named)}
+                    cleanup.callback(remove_version, named)
+                outcome = {"path": str(named)}
                 mode, flags = 0o644 if for_servers else 0o600, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
                 handle = os.open(named, flags, mode)
                 try:
@@ -222,8 +222,8 @@ class WeightWriter:
                 finally:
                     os.close(handle)
         except OSError as error:
-            said = error_message(error, named or self.within)
-        return Path(gathered(self.ranks, "creation of the weight file", said)[self.leader]["path"])
+            outcome = error_message(error, named or self.within)
+        return Path(gathered(self.ranks, "creation of the weight file", outcome)[self.leader]["path"])
 
 
 def file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[dict[str, Any], int]:
@@ -232,7 +232,7 @@ def file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> t
     size = 0
     # By descending element size, so that each is aligned; else in the model's order: a decoder joins neighbours
     # without a copy.
-    for name, tensor in sorted(tensors.items(), key=lambda one: -one[1].itemsize):
+    for name, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
         start, size = size, size + tensor.nbytes
         header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, size]}
     return header, size
@@ -256,8 +256,8 @@ class SetWriter:
         self, parts: Mapping[str, WeightPart], ranks: Ranks, stem: str = "model", limit_bytes: int = LIMIT_BYTES
     ) -> None:
         """Plan the files, which begin with `stem`; all ranks call this, and `write`, at the same time."""
-        self.ranks, known = ranks, gather_shard_index(parts, ranks, machine())
-        self.tensors = {name: part.local for name, part in known.tensors.items()}
+        self.ranks, index = ranks, gather_shard_index(parts, ranks, machine())
+        self.tensors = {name: part.local for name, part in index.tensors.items()}
         files, filled = list[list[str]](), FILE_BYTES
         for name, tensor in self.tensors.items():
             if filled + tensor.nbytes > FILE_BYTES:
@@ -274,25 +274,25 @@ class SetWriter:
         """The name of the file that says where each tensor is, if there are several files."""
         writer_of = {name: self.writers[file] for file, some in self.files.items() for name in some}
         order, groups = list(self.tensors), list[TensorGroup]()
-        for group in known.groups():
+        for group in index.groups():
             by_writer: dict[int, list[int]] = {}
-            for place in group.tensors:
-                by_writer.setdefault(writer_of[order[place]], []).append(place)
+            for number in group.tensors:
+                by_writer.setdefault(writer_of[order[number]], []).append(number)
             groups += [
                 replace(group, tensors=places, wanted=[(rank, Box.whole(group.shape))])
                 for rank, places in by_writer.items()
             ]
-        self.transfer = WeightTransfer(known, groups, ranks, limit_bytes, torch.device("cpu"))
+        self.transfer = WeightTransfer(index, groups, ranks, limit_bytes, torch.device("cpu"))
 
     def write(self, parts: Mapping[str, WeightPart], folder: Path) -> dict[str, list[Any]]:
         """Write the set into a folder; return the size in bytes and the SHA-256 of each file, on every rank.
 
         Raises OSError on every rank if one of them cannot write.
         """
-        own = [file for file, rank in self.writers.items() if rank == self.ranks.rank]
+        files_here = [file for file, rank in self.writers.items() if rank == self.ranks.rank]
         handles, failed, into = dict[str, int](), list[OSError](), dict[str, WeightPart]()
         with ExitStack() as opened:
-            for file in own:
+            for file in files_here:
                 try:
                     handles[file] = self._create(folder / file, opened)
                 except OSError as error:
@@ -303,14 +303,14 @@ class SetWriter:
                     handle = handles.get(file, -1)
                     into[name] = FilePart([name], self.tensors[name], handle=handle, starts=[start], failed=failed)
             self.transfer.run(parts, into)
-            said: dict[str, Any] = error_message(failed[0], folder) if failed else {}
+            outcome: dict[str, Any] = error_message(failed[0], folder) if failed else {}
             try:
                 for handle in handles.values() if not failed else ():
                     os.fsync(handle)
-                said = said or {"files": {file: digest(folder / file) for file in own}}
+                outcome = outcome or {"files": {file: digest(folder / file) for file in files_here}}
             except OSError as error:
-                said = error_message(error, folder)
-        written = gathered(self.ranks, "files of a checkpoint", said)
+                outcome = error_message(error, folder)
+        written = gathered(self.ranks, "files of a checkpoint", outcome)
         return {file: about for answer in written for file, about in answer["files"].items()}
 
     def write_index(self, folder: Path) -> dict[str, list[Any]]:
@@ -343,9 +343,9 @@ def digest(path: Path) -> list[Any]:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def gathered(ranks: Ranks, purpose: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+def gathered(ranks: Ranks, purpose: str, outcome: dict[str, Any]) -> list[dict[str, Any]]:
     """Gather a message of every rank. Raises OSError if one of them is an error."""
-    of_all = ranks.all_gather(purpose, said)
+    of_all = ranks.all_gather(purpose, outcome)
     for failed in of_all:
         if "error" in failed:
             raise OSError(failed["number"], failed["error"])
@@ -386,8 +386,8 @@ class FilePart(WeightPart):
             for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
         ]
         try:
-            for number, place in enumerate(product(*ranges)):
-                at = sum(map(mul, place, strides)) * block.itemsize
+            for number, coordinates in enumerate(product(*ranges)):
+                at = sum(map(mul, coordinates, strides)) * block.itemsize
                 for start in self.starts:
                     write_at(self.handle, data[number * run : (number + 1) * run], start + at)
         except OSError as error:

@@ -71,9 +71,9 @@ class EngineWeights:
         elif isinstance(source, Incoming):
             source.put_into(weight_parts(self.model), shapes)
         elif source is not None:
-            given = dict(source.tensors())
-            check_shapes({name: tensor.shape for name, tensor in given.items()}, shapes)
-            for name, tensor in given.items():
+            tensors = dict(source.tensors())
+            check_shapes({name: tensor.shape for name, tensor in tensors.items()}, shapes)
+            for name, tensor in tensors.items():
                 target = targets[name]
                 # The engine uses the file's pages, which no process changes.
                 if isinstance(source, WeightFile) and is_alike(target, tensor):
@@ -82,11 +82,11 @@ class EngineWeights:
                     target.copy_(tensor)
 
 
-def is_alike(own: Tensor, given: Tensor) -> bool:
+def is_alike(target: Tensor, mapped: Tensor) -> bool:
     """Return whether a mapped tensor can replace a module's: on a CPU, of its type, and aligned as torch aligns
     memory.
     """
-    return own.device == given.device and own.dtype == given.dtype and given.data_ptr() % ALIGNED == 0
+    return target.device == mapped.device and target.dtype == mapped.dtype and mapped.data_ptr() % ALIGNED == 0
 
 
 class GenerationWeights:
@@ -113,18 +113,18 @@ class GenerationWeights:
         self._gathers = layout.grouping in ("neighbour", "gather")
         # With `neighbour`, a rank reads blocks from its own copy of the model: label ranks by copy.
         copy = ranks.rank // (training.tensor * training.token_ranks) % (training.data or 1)
-        parts, wanted = trained(), generated()
-        known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
-        groups = known.groups(None if self._gathers else gather_shard_index(wanted, ranks))
+        parts, to_fill = trained(), generated()
+        index = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
+        groups = index.groups(None if self._gathers else gather_shard_index(to_fill, ranks))
         if self._gathers:
             every = range(ranks.size)
             groups = [replace(group, wanted=[(rank, Box.whole(group.shape)) for rank in every]) for group in groups]
-        self.transfer = WeightTransfer(known, groups, ranks, limit_bytes)
+        self.transfer = WeightTransfer(index, groups, ranks, limit_bytes)
         shares = not self._gathers and training.shard == "none"
         # A training slice is stored inside the generation tensor if that contains it.
         self._shared = [
             name
-            for name, part in wanted.items()
+            for name, part in to_fill.items()
             if shares
             and (trained_part := parts.get(name)) is not None
             and isinstance(trained_part.tensor, Tensor)
@@ -157,8 +157,8 @@ class GenerationWeights:
             in_storage.setdefault(part.local.untyped_storage()._cdata, []).append(name)
         if self._gathers:
             device = next(iter(generated.values())).tensor.device
-            known = self.transfer.known.tensors
-            full = {name: torch.empty_like(part.local, device=device) for name, part in known.items()}
+            tensors = self.transfer.known.tensors
+            full = {name: torch.empty_like(part.local, device=device) for name, part in tensors.items()}
             self.transfer.run(trained, weight_parts(full))
         self._occupied = {name: trained[name].local.untyped_storage().nbytes() for name in self._shared}
         there = self.peak_bytes = sum(
@@ -167,7 +167,7 @@ class GenerationWeights:
         for name in full.keys() - generated.keys():
             there -= full.pop(name).nbytes
         # Largest first where a slice exists twice while it is copied, which matters most when memory is nearly full.
-        for storage, size in sorted(self._storages, key=lambda one: one[1], reverse=not self._gathers):
+        for storage, size in sorted(self._storages, key=lambda pair: pair[1], reverse=not self._gathers):
             self._occupy(storage, size)
             there += size
             self.peak_bytes = max(self.peak_bytes, there)

@@ -69,10 +69,10 @@ class ModelFiles(WeightFiles):
             groups = planned(self._files, conversions, model.base_model_prefix, state)
             for target, (conversion, parts) in groups.items():
                 shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
-                made = converted(model, conversion, parts, shapes)
-                if not any(name in state for name in made):
+                results = converted(model, conversion, parts, shapes)
+                if not any(name in state for name in results):
                     self.left_out[target] = [source for _, source, _ in parts]
-                for name, value in made.items():
+                for name, value in results.items():
                     self._made_by[name] = conversion, parts
                     self._shapes[name] = value.shape
             self._files = dict.fromkeys(self._made_by)
@@ -97,11 +97,11 @@ class ModelFiles(WeightFiles):
         if parts is None or any(target not in self._stored for target, _, _ in parts):
             return box.of(self[name])
         tensor: Tensor | None = None
-        for target, shape, place in parts:
-            if (held := place.overlap(box)) is None:
+        for target, shape, part_box in parts:
+            if (held := part_box.overlap(box)) is None:
                 continue
-            starts = [at - start for at, start in zip(held.offsets, place.offsets, strict=True)]
-            lacking = len(place.sizes) - len(shape)
+            starts = [at - start for at, start in zip(held.offsets, part_box.offsets, strict=True)]
+            lacking = len(part_box.sizes) - len(shape)
             values = Box(tuple(starts[lacking:]), held.sizes[lacking:]).of(self._read(target))
             tensor = torch.empty(box.sizes, dtype=values.dtype) if tensor is None else tensor
             held.of(tensor, box).copy_(values.view(held.sizes))
@@ -170,10 +170,10 @@ def planned(
 
 def converted(model: Any, conversion: Any, parts: Inputs, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the results of a conversion by name, from the values of its parts by source name."""
-    made, target = deepcopy(conversion), ""
+    copied, target = deepcopy(conversion), ""
     for target, source, pattern in parts:
-        made.add_tensor(target, source, pattern, values[source])
-    tensors = made.convert(target, model=model, config=model.config)
+        copied.add_tensor(target, source, pattern, values[source])
+    tensors = copied.convert(target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
@@ -182,8 +182,10 @@ class HubNames:
 
     def __init__(self, model: Any, names: Iterable[str] | None = None) -> None:
         """Plan the conversion of a model, which may be on the meta device; `names` are its tensors, by default all."""
-        known = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
-        reverse = [conversion.reverse_transform() for conversion in reversed(known)]
+        conversions = [
+            c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)
+        ]
+        reverse = [conversion.reverse_transform() for conversion in reversed(conversions)]
         self._model, self._made_by = model, planned(names or model.state_dict(), reverse, reverse=True)
         self._targets = {source: target for target, (_, parts) in self._made_by.items() for _, source, _ in parts}
         self.differ = any(
@@ -206,21 +208,21 @@ class HubNames:
         """Return a rank's parts as parts of the hub's tensors, in the same memory; None if a tensor of the hub is no
         block of one of the model's, as where a conversion transposes.
         """
-        found: dict[str, WeightPart] = {}
+        of_hub: dict[str, WeightPart] = {}
         for name, part in parts.items():
             blocks = self.blocks_of(name, part.shape)
             if blocks is None:
                 return None
             for target, shape, box in blocks:
                 if box == Box.whole(part.shape) and shape == part.shape:
-                    found[target] = replace(part, names=[target])
+                    of_hub[target] = replace(part, names=[target])
                 elif (held := box.overlap(part.box)) is not None:
                     # The hub's tensor lacks the leading dimensions in which it is one of many, such as that of experts.
                     lacking = len(box.sizes) - len(shape)
                     starts = [at - start for at, start in zip(held.offsets, box.offsets, strict=True)]
                     inner = Box(tuple(starts[lacking:]), held.sizes[lacking:])
-                    found[target] = part.renamed(target, held, torch.Size(shape), inner)
-        return found
+                    of_hub[target] = part.renamed(target, held, torch.Size(shape), inner)
+        return of_hub
 
     def blocks_of(self, name: str, shape: torch.Size) -> list[tuple[str, torch.Size, Box]] | None:
         """Return the hub's tensors that are made of a tensor: name, shape, and the block that each is; None if one is

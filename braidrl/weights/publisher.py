@@ -121,8 +121,8 @@ class WeightTransport(Protocol):
         """Disconnect, also after a failure."""
 
 
-def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+def check_shapes(shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
     """Raise ValueError if the shapes are not exactly those of the model."""
-    differing = sorted(expected.keys() ^ given.keys()) or [n for n, shape in given.items() if shape != expected[n]]
+    differing = sorted(expected.keys() ^ shapes.keys()) or [n for n, shape in shapes.items() if shape != expected[n]]
     if differing:
         raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")

@@ -84,7 +84,7 @@ class ShardIndex:
         on every rank.
         """
         parts: dict[str, WeightPart] = {}
-        every = dict.fromkeys((said.names, said.shape, said.dtype) for entries in self.ranks for said in entries)
+        every = dict.fromkeys((entry.names, entry.shape, entry.dtype) for entries in self.ranks for entry in entries)
         for text, shape, dtype in every:
             for first, *others in names_in(text):
                 if first not in parts:
@@ -97,16 +97,16 @@ class ShardIndex:
 
         return {name: parts[name] for name in sorted(parts, key=place_of)}
 
-    def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
-        """Return groups of tensors that are sharded alike, here and in `wanted`.
+    def groups(self, receiving: "ShardIndex | None" = None) -> list[TensorGroup]:
+        """Return groups of tensors that are sharded alike, here and in `receiving`.
 
-        Raises ValueError if a wanted one is on no rank.
+        Raises ValueError if no rank here holds one of them.
         """
         blocks: dict[tuple[tuple[int, ...], bytes], tuple[list[tuple[int, Box]], list[tuple[int, Box]]]] = {}
-        for side, index in enumerate((self, wanted)):
+        for side, index in enumerate((self, receiving)):
             for rank, entries in enumerate(index.ranks if index else ()):
-                for said in entries:
-                    blocks.setdefault((said.shape, said.names), ([], []))[side].append((rank, said.box))
+                for entry in entries:
+                    blocks.setdefault((entry.shape, entry.names), ([], []))[side].append((rank, entry.box))
         # Tensors of one shape are sharded alike if the same entries list them.
         listed_in: dict[tuple[str, tuple[int, ...]], list[bytes]] = {}
         for shape, text in blocks:
@@ -279,8 +279,8 @@ def plan_moves(
     stays, relayed = dict[int, list[Box]](), dict[int, list[MovedBlock]]()
     sends, receives = list[MovedBlock](), list[MovedBlock]()
     for number, group in enumerate(groups):
-        held, wanted = ([box for owner, box in boxes if owner == rank] for boxes in (group.held, group.wanted))
-        if kept := [piece for box in held for wanted_box in wanted if (piece := box.overlap(wanted_box))]:
+        held, requested = ([box for owner, box in boxes if owner == rank] for boxes in (group.held, group.wanted))
+        if kept := [piece for box in held for wanted_box in requested if (piece := box.overlap(wanted_box))]:
             stays |= dict.fromkeys(group.tensors, kept)
         for giver, target, block in Cells(group, machines or [None] * ranks).moves_of(rank, number):
             to = receives if target == rank else sends if giver == rank else relayed.setdefault(target, [])

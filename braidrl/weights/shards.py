@@ -125,8 +125,8 @@ class AdaptedBlock:
 
     def merged_part(self, box: Box | None = None) -> Tensor:
         """Return the block, or a block of it, with its adapter merged."""
-        whole = self.weight.merged_part(self.held).view(self.box.sizes)
-        return whole if box is None else box.of(whole, self.box)
+        merged = self.weight.merged_part(self.held).view(self.box.sizes)
+        return merged if box is None else box.of(merged, self.box)
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,10 @@ def full_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightPart]:
     return {part.names[0]: part for part in parts_by_storage.values()}
 
 
-def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]) -> None:
+def check_parts(shapes: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]) -> None:
     """Raise ValueError if the shapes do not match a rank's parts; a pipeline rank holds only some of the tensors."""
     expected = {alias: part.shape for part in parts.values() for alias in part.names}
-    check_shapes({name: shape for name, shape in given.items() if name in expected}, expected)
+    check_shapes({name: shape for name, shape in shapes.items() if name in expected}, expected)
 
 
 def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:

@@ -49,23 +49,23 @@ class WeightTransfer:
 
     def __init__(
         self,
-        known: ShardIndex,
+        index: ShardIndex,
         groups: Sequence[TensorGroup],
         ranks: Ranks,
         limit_bytes: int = LIMIT_BYTES,
         device: torch.device | None = None,
         transport: WeightTransport | None = None,
     ) -> None:
-        """Plan this rank's moves of the `known` tensors to the blocks that the `groups` want; all ranks call this at
+        """Plan this rank's moves of the tensors of `index` to the blocks that `groups` want; all ranks call this at
         the same time.
 
         A rank sends, and receives, at most `limit_bytes` in one all-to-all, in buffers on `device`, by default that of
         its parts. The `transport` moves the bytes, by default the ranks' process group. Raises ValueError if a wanted
         block is on no rank.
         """
-        self.known, self.ranks, self.device, self.limit_bytes = known, ranks, device, limit_bytes
-        self.names = list(known.tensors)
-        self.dtypes = [part.tensor.dtype for part in known.tensors.values()]
+        self.known, self.ranks, self.device, self.limit_bytes = index, ranks, device, limit_bytes
+        self.names = list(index.tensors)
+        self.dtypes = [part.tensor.dtype for part in index.tensors.values()]
         self.transport = transport or GroupTransport(ranks, torch.device("cpu"))
         self.before: Mapping[str, WeightPart] | None = None
         """This rank's source parts of the version that all targets hold: changed values alone are moved.
@@ -78,7 +78,7 @@ class WeightTransfer:
         """The memory of rounds, kept from one to the next: fresh memory would cost as much as the copy into it."""
         # One plan per element size, so that blocks are aligned in a buffer.
         self.plans = [
-            plan_moves([group for group in groups if group.item_bytes == item], ranks.rank, ranks.size, known.machines)
+            plan_moves([group for group in groups if group.item_bytes == item], ranks.rank, ranks.size, index.machines)
             for item in sorted({group.item_bytes for group in groups})
         ]
         passes = any(plan.relayed or any(block.onward for block in plan.receives.blocks) for plan in self.plans)
@@ -271,11 +271,11 @@ def changes(new: Tensor, old: Tensor) -> list[Tensor]:
     differs = new.view(bits) != old.view(bits)
     count = int(torch.count_nonzero(differs))
     if count * (PLACE.itemsize + new.itemsize) >= new.nbytes:
-        found = [torch.tensor([-1], device=new.device), new]
+        parts = [torch.tensor([-1], device=new.device), new]
     else:
         places = differs.nonzero().flatten()
-        found = [torch.tensor([count], device=new.device), places.to(PLACE), new[places]]
-    return [part.view(torch.uint8) for part in found]
+        parts = [torch.tensor([count], device=new.device), places.to(PLACE), new[places]]
+    return [part.view(torch.uint8) for part in parts]
 
 
 class LayoutCopy:
@@ -289,8 +289,8 @@ class LayoutCopy:
         Raises ValueError if the target is another model.
         """
         self.source, self.target = source, target
-        known = gather_shard_index(source(), ranks, machine())
-        self.transfer = WeightTransfer(known, known.groups(gather_shard_index(target(), ranks)), ranks, limit_bytes)
+        index = gather_shard_index(source(), ranks, machine())
+        self.transfer = WeightTransfer(index, index.groups(gather_shard_index(target(), ranks)), ranks, limit_bytes)
 
     def refresh(self, keep: float = 0.0) -> TransferVolume:
         """Copy the current weights; `keep` is the weight of the old values (EMA decay). Return the bytes moved."""

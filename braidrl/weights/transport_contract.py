@@ -83,9 +83,9 @@ def reshard(world: World, task: dict[str, Any]) -> str:
         for version in (1, 2):
             full[version, version::7] = version
             parts = part(rows, full) if is_sender else {}
-            known = gather_shard_index(parts, ranks)
-            groups = known.groups(gather_shard_index(local_parts, ranks))
-            transfer = WeightTransfer(known, groups, ranks, limit_bytes=1 << 11, device=CPU, transport=transport)
+            index = gather_shard_index(parts, ranks)
+            groups = index.groups(gather_shard_index(local_parts, ranks))
+            transfer = WeightTransfer(index, groups, ranks, limit_bytes=1 << 11, device=CPU, transport=transport)
             transfer.before = before
             transfer.run(parts, local_parts)
             before = parts

@@ -324,7 +324,9 @@ class HttpEngine:
         if status < 400:
             try:
                 # A server may write infinite log-probs, which are refused by their token.
-                answer = parse_json(bytes(content), most, finite=False, whole=False) if content.strip() else None
+                answer = (
+                    parse_json(bytes(content), most, finite=False, refuse_surrogates=False) if content.strip() else None
+                )
             except ValueError:
                 answer = ""
             if isinstance(answer, dict | None):

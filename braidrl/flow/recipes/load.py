@@ -59,9 +59,9 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
             raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")
         arguments = list[BaseModel]()
         if model is not None:
-            known = {key: value for key, value in defaults.items() if key in model.model_fields}
+            usable = {key: value for key, value in defaults.items() if key in model.model_fields}
             try:
-                arguments.append(model.model_validate({**known, **params}))
+                arguments.append(model.model_validate({**usable, **params}))
             except ValidationError as error:
                 raise UserError(f"recipe {name}: {explain(error, model)}") from None
         try:

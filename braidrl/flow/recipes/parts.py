@@ -92,11 +92,11 @@ def rewarded(
             raise UserError(
                 f"reward: {name!r} is no source; write verify, score, or the name of a role with a reward model"
             )
-        given = None if weight == 1.0 and name in ("verify", "score") else weight
+        weight_set = None if weight == 1.0 and name in ("verify", "score") else weight
         if name == "verify":
-            stages.append(reward.verify(correct_score=correct_score, wrong_score=wrong_score, weight=given, of=of))
+            stages.append(reward.verify(correct_score=correct_score, wrong_score=wrong_score, weight=weight_set, of=of))
         else:
-            stages.append((reward if name == "score" else Role(name)).score(weight=given, of=of))
+            stages.append((reward if name == "score" else Role(name)).score(weight=weight_set, of=of))
     return stages
 
 
@@ -117,14 +117,14 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
                 "settings of the other as in algorithm.loss={name: clip, high: 0.3}"
             )
         loss = {"name": p.loss} if isinstance(p.loss, str) else p.loss
-    given = {
+    settings = {
         "aggregate": p.aggregate,
         "old": p.old or ("recompute" if p.replay == "training" else None),
         "entropy_coef": p.entropy_coef or None,
         "correction": p.correction,
         "replay": p.replay,
     }
-    return actor.update(loss=loss, **{**given, **more})
+    return actor.update(loss=loss, **{**settings, **more})
 
 
 def reference_model(p: KlParameters) -> list[Stage]:
