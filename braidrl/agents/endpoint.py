@@ -199,7 +199,10 @@ class Endpoint:
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Pass a request on to its handler if its key, its session and its path are served."""
-        refused = partial(failed, dialect_of(request.path, request.headers))
+        # An error has the form of the API that is asked.
+        matching = (d for d in DIALECTS.values() if request.path.removesuffix(COUNTING).endswith(d.path))
+        usual = DIALECTS["messages" if "anthropic-version" in request.headers else "chat"]
+        refused = partial(failed, next(matching, usual))
         sent = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
         if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
             return refused(401, "the API key is not this endpoint's")
@@ -398,12 +401,6 @@ def digests(messages: Sequence[ChatMessage]) -> list[bytes]:
         digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
         beginnings.append(digest.digest())
     return beginnings
-
-
-def dialect_of(path: str, headers: Mapping[str, str]) -> ChatDialect:
-    """Return the API in whose form an error of a request is answered."""
-    matching = (dialect for dialect in DIALECTS.values() if path.removesuffix(COUNTING).endswith(dialect.path))
-    return next(matching, DIALECTS["messages" if "anthropic-version" in headers else "chat"])
 
 
 def failed(dialect: ChatDialect, status: int, message: str) -> web.Response:

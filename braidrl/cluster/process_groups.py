@@ -115,7 +115,8 @@ def join_group(
     if host and (interface := interface_of(address_towards(host))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limit_s)
-    is_lazy = connects_late(size, raised_open_files())
+    # Ranks of a large group connect when they first speak: a rank has as many open files as it has connections.
+    is_lazy = size > LAZY_FROM or size * GROUPS_OF_A_RANK > raised_open_files() // 2
     # Every group that this process makes takes its connections in the same way.
     os.environ[LAZY] = str(int(is_lazy))
     put_message(store, f"came/{rank}")
@@ -140,13 +141,6 @@ def raised_open_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
-
-
-def connects_late(size: int, open_files: int) -> bool:
-    """Return True if the ranks of a group connect to each other only when they first speak, so that a rank has as many
-    open files as neighbours.
-    """
-    return size > LAZY_FROM or size * GROUPS_OF_A_RANK > open_files // 2
 
 
 def abort_groups() -> None:

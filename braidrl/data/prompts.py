@@ -342,10 +342,12 @@ def finished(
     refused, facts = [part for part in outcomes if "refused" in part], Facts()
     if not refused:
         facts = Facts.of_parts([part["facts"] for part in outcomes if part])
-        try:
-            check_kept(reading, data, facts)
-        except UserError as error:
-            refused = [{"refused": str(error), "batch": 0}]
+        if not facts.longest_prompt:
+            too_long = (
+                f"{reading.source.path}: all {facts.read} prompts are longer than "
+                f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {facts.shortest} tokens"
+            )
+            refused = [{"refused": too_long, "batch": 0}]
     if refused:
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(min(refused, key=lambda part: part["batch"])["refused"])
@@ -403,15 +405,6 @@ def mapped(folder: Path) -> tuple[Any, Facts]:
     batches = [files[number % size].get_batch(number // size) for number in range(layout["batches"])]
     table = pyarrow.Table.from_batches([batch for batch in batches if batch.num_rows], files[0].schema)
     return table, Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
-
-
-def check_kept(reading: Reading, data: DataConfig, facts: Facts) -> None:
-    """Raise UserError if no prompt of a source is short enough."""
-    if not facts.longest_prompt:
-        raise UserError(
-            f"{reading.source.path}: all {facts.read} prompts are longer than "
-            f"data.max_prompt_tokens={data.max_prompt_tokens}; the shortest has {facts.shortest} tokens"
-        )
 
 
 def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example] | None]:

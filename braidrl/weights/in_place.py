@@ -75,18 +75,12 @@ class EngineWeights:
             check_shapes({name: tensor.shape for name, tensor in tensors.items()}, shapes)
             for name, tensor in tensors.items():
                 target = targets[name]
-                # The engine uses the file's pages, which no process changes.
-                if isinstance(source, WeightFile) and is_alike(target, tensor):
+                same = target.device == tensor.device and target.dtype == tensor.dtype
+                # The engine uses the file's pages, which no process changes, if they are aligned as torch's memory.
+                if isinstance(source, WeightFile) and same and tensor.data_ptr() % ALIGNED == 0:
                     target.data = tensor
                 else:
                     target.copy_(tensor)
-
-
-def is_alike(target: Tensor, mapped: Tensor) -> bool:
-    """Return whether a mapped tensor can replace a module's: on a CPU, of its type, and aligned as torch aligns
-    memory.
-    """
-    return target.device == mapped.device and target.dtype == mapped.dtype and mapped.data_ptr() % ALIGNED == 0
 
 
 class GenerationWeights:

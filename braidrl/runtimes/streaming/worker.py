@@ -109,11 +109,6 @@ class TrainerState:
         if self.is_copied:
             self.replica.keep(version, self.executor)
 
-    def keep_early(self, version: int) -> None:
-        """Copy a version that is made and not published, beside the one before."""
-        if self.is_copied and self.copies_early:
-            self.replica.keep(version, self.executor, retains=True)
-
     def go_back(self, version: int) -> bool:
         """Undo the training after a version, and give its state to models without; return False if a part of it is on
         no rank. All ranks call this together.
@@ -317,8 +312,9 @@ class StageLoop:
                 # They are freed after the leader reports the step: by then every rank has them.
                 self.world.gather("weights of another role", b"")
             report = span.report()
-        if work.is_last:
-            self.state.keep_early(work.iteration)
+        # A version that is made and not published is kept beside the one before.
+        if work.is_last and self.state.is_copied and self.state.copies_early:
+            self.state.replica.keep(work.iteration, self.state.executor, retains=True)
         if self.client is not None:
             self.client.ask(Stepped(stage.name, report))
         if self.versions is not None:

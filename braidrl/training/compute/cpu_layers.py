@@ -39,19 +39,16 @@ def compile_layers(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         kind: Any = type(module)
-        name = dense_name(kind.__name__)
+        # A mixture's class computes as that of the dense family.
+        name = kind.__name__
+        if (mixture := next((prefix for prefix in MIXTURES if name.startswith(prefix)), None)) is not None:
+            name = MIXTURES[mixture] + name.removeprefix(mixture)
         if name in NORMS:
             module.__class__ = derived(kind, norm_of)
         elif name in GATES and type(module.act_fn).__name__ in SILU:
             module.__class__ = derived(kind, gate_of)
         elif name in ATTENTIONS:
             setattr(module, COMPILED, True)
-
-
-def dense_name(name: str) -> str:
-    """Return the name of the dense family's class that computes the same, or the name itself."""
-    mixture = next((prefix for prefix in MIXTURES if name.startswith(prefix)), None)
-    return name if mixture is None else MIXTURES[mixture] + name.removeprefix(mixture)
 
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:

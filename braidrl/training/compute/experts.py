@@ -164,7 +164,9 @@ class ExpertProducts:
     def __call__(self, rows: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
         """Return rows (S, in) by weights (E, out, in), plus biases (E, out)."""
         if self.sizes is None and rows.dtype is not torch.float64:
-            return self.by_kernel(rows, weights, biases)
+            # One grouped product, where shapes allow it.
+            each = None if biases is None else biases.repeat_interleave(self.counts, 0, output_size=len(rows))
+            return _grouped_linear(rows, weights.mT, self.counts.cumsum(0, dtype=torch.int32), each, is_transposed=True)
         parts = zip(
             rows.split(self.sizes or self.counts.tolist()),
             weights.unbind(),
@@ -172,11 +174,6 @@ class ExpertProducts:
             strict=True,
         )
         return torch.cat([self.multiply(part, weight, bias) for part, weight, bias in parts if len(part)])
-
-    def by_kernel(self, rows: Tensor, weights: Tensor, biases: Tensor | None = None) -> Tensor:
-        """Return the same by one grouped product, where shapes allow it."""
-        each = None if biases is None else biases.repeat_interleave(self.counts, 0, output_size=len(rows))
-        return _grouped_linear(rows, weights.mT, self.counts.cumsum(0, dtype=torch.int32), each, is_transposed=True)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)

@@ -99,12 +99,11 @@ def use_row_lengths(model: nn.Module) -> None:
     """Make a model's rotary embeddings compute each token with the factors of its own row."""
     for module in model.modules():
         kind: Any = type(module)
-        if any(map(depends_on_length, _kinds_of(module))) and not hasattr(kind, "plain_forward"):
+        names = getattr(module, "rope_type", None)
+        names = [names] if isinstance(names, str) else names.values() if isinstance(names, dict) else []
+        depends_on_length = any(name == "longrope" or "dynamic" in name for name in names)
+        if depends_on_length and not hasattr(kind, "plain_forward"):
             module.__class__ = derived(kind, rotary_forward)
-
-
-def depends_on_length(kind: str) -> bool:
-    return kind == "longrope" or "dynamic" in kind
 
 
 def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -123,11 +122,6 @@ def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *arguments: Any, 
         result = [torch.where(rows[..., None], new, old) for new, old in zip(parts, before, strict=True)]
     assert result is not None
     return tuple(result) if isinstance(computed, tuple) else result[0]
-
-
-def _kinds_of(module: nn.Module) -> list[str]:
-    kinds = getattr(module, "rope_type", None)
-    return [kinds] if isinstance(kinds, str) else list(kinds.values()) if isinstance(kinds, dict) else []
 
 
 def _sets_of_factors(module: Any, lengths: Tensor) -> Iterator[tuple[int, int, Tensor]]:

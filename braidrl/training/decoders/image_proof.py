@@ -99,7 +99,8 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
     vocabulary = twin.config.get_text_config().vocab_size
     token = vocabulary - 3
     model = twin.model(plan)
-    for config in configurations(model, twin.own):
+    # Parts of a model may have copies of the configuration.
+    for config in (getattr(module, "config", None) for part in (model, twin.own) for module in part.modules()):
         for name in ("image_token_id", "video_token_id", "audio_token_id"):
             if getattr(config, name, None) is not None:
                 setattr(config, name, token if name == "image_token_id" else token + 1)
@@ -137,12 +138,6 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
     return float(torch.stack(differences).max()), BOUND
 
 
-def configurations(*models: Any) -> list[Any]:
-    """Return every configuration in models; parts of a model may have copies of their own."""
-    every = (getattr(module, "config", None) for model in models for module in model.modules())
-    return [config for config in every if config is not None]
-
-
 def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
     """Return the log-probabilities (T, V) of one row by transformers' own forward pass."""
     untouched = twin.untouched()
@@ -158,20 +153,17 @@ def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Seque
     errors: list[Exception] = []
     for form in FORMS if kept else FORMS[:1]:
         if kept:
-            options["mm_encoder_outputs"] = {"image": encoder_output(kept, form)}
+            # Encoded images in the form in which a vision tower returns them.
+            parts = [tuple(each) for each in zip(*kept, strict=True)]
+            first = form(parts[0])
+            encoded = SimpleNamespace(pooler_output=first, last_hidden_state=first, deepstack_features=parts[1:])
+            options["mm_encoder_outputs"] = {"image": encoded}
         try:
             hidden = base(input_ids=row[None], use_cache=False, **options).last_hidden_state
             return logits_of(model, hidden[0]).float().log_softmax(-1)
         except FAILURES as error:
             errors.append(error)
     raise errors[0]
-
-
-def encoder_output(kept: Sequence[Sequence[Tensor]], form: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-    """Return encoded images in the form in which a vision tower returns them."""
-    parts = [tuple(each) for each in zip(*kept, strict=True)]
-    first = form(parts[0])
-    return SimpleNamespace(pooler_output=first, last_hidden_state=first, deepstack_features=parts[1:])
 
 
 def packed_logits(
