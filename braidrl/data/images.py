@@ -126,7 +126,7 @@ def content_of(image: Any, beside: Path) -> tuple[bytes, Path | None]:
         return _checked(bytes(image)), None
     if hasattr(image, "convert") and hasattr(image, "save"):
         written = io.BytesIO()
-        image.convert("RGB").save(written, "PNG")
+        as_rgb(image).save(written, "PNG")
         return written.getvalue(), None
     if not isinstance(image, str | Path):
         raise BrokenImage(f"an image is {shown(image)}; give a path, bytes or a data: URI")
@@ -180,12 +180,7 @@ def decoded(content: bytes, most_pixels: int) -> Any:
                 )
             if (frames := getattr(image, "n_frames", 1)) > 1:
                 raise BrokenImage(f"an image has {frames} frames, and videos are not supported; give one frame")
-            image = ImageOps.exif_transpose(image)
-            # Transparent pixels become white: a palette's or an alpha channel's own color would show otherwise.
-            if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-                image = image.convert("RGBA")
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
+            return as_rgb(ImageOps.exif_transpose(image))
         except BrokenImage:
             raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -198,6 +193,25 @@ def decoded(content: bytes, most_pixels: int) -> Any:
             is_unknown = isinstance(error, UnidentifiedImageError)
             fault = "a file is no image" if is_unknown else f"an image cannot be decoded ({first_line(error)})"
             raise BrokenImage(f"{fault}; give one of {', '.join(FORMATS)}") from None
+
+
+def as_rgb(image: Any) -> Any:
+    """Return an image of Pillow as RGB: transparent pixels become white, and 16 bits become 8.
+
+    Raises BrokenImage for numbers whose range is not known.
+    """
+    from PIL import Image
+
+    # Pillow itself cuts off what is above 255.
+    if image.mode.startswith("I;16"):
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    elif image.mode in ("I", "F"):
+        raise BrokenImage(f"an image has pixels of mode {image.mode}, without a range; give 8 or 16 bits a channel")
+    # A palette's or an alpha channel's own color would show otherwise.
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 IMAGE, MARK = "image", "<image>"
@@ -218,6 +232,14 @@ def image_parts(messages: Any) -> list[dict[str, Any]]:
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [part for part in parts if isinstance(part, dict) and part.get("type") == IMAGE]
+
+
+def has_marks(messages: Any) -> bool:
+    """Return whether text that is not an assistant's has marks of images."""
+    if isinstance(messages, str):
+        return MARK in messages
+    given = [one for one in messages or () if isinstance(one, Mapping) and one.get("role") != "assistant"]
+    return any(isinstance(one.get("content"), str) and MARK in one["content"] for one in given)
 
 
 def names_in(messages: Any) -> list[str]:
@@ -256,7 +278,7 @@ def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[di
 
     Without any mark they stand before the first user's text. Raises BrokenImage for another number of marks.
     """
-    split_messages = [{**message, "content": _split(message.get("content"), bool(names))} for message in messages]
+    split_messages = [{**message, "content": _split(message.get("content"))} for message in messages]
     marks = [part for part in image_parts(split_messages) if IMAGE not in part]
     first = next((message for message in split_messages if message.get("role") == "user"), None)
     if names and not marks and first is not None:
@@ -273,11 +295,11 @@ def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[di
     return split_messages
 
 
-def _split(content: Any, has_images: bool) -> Any:
+def _split(content: Any) -> Any:
     """Return content with parts of its own, and text with marks as parts."""
     if isinstance(content, list):
         return [dict(part) for part in content]
-    if not has_images or not isinstance(content, str) or MARK not in content:
+    if not isinstance(content, str) or MARK not in content:
         return content
     first, *others = content.split(MARK)
     parts: list[dict[str, Any]] = [{"type": "text", "text": first}] if first else []

@@ -35,6 +35,7 @@ from braidrl.data.images import (
     MARK,
     OTHER_MEDIA,
     BrokenImage,
+    has_marks,
     image_parts,
     kept_messages,
     names_in,
@@ -244,7 +245,8 @@ class Reading:
             elif name not in self.without_form:
                 self.without_form.append(name)
         example = self._example(values, line)
-        if images or any(image_parts(part) for part in (example.prompt, example.response, example.rejected)):
+        has_parts = any(image_parts(part) for part in (example.prompt, example.response, example.rejected))
+        if images or has_parts or (self.vision is not None and has_marks(example.prompt)):
             return self._with_images(example, images, line)
         return example
 
@@ -270,7 +272,7 @@ class Reading:
                 raise BrokenImage(f"the field {name!r} is given, and videos and sounds are not supported; remove it")
         values = record.get(field)
         values = [values] if values is not None and not isinstance(values, list | tuple) else values or []
-        names = [images.add(image, beside) for image in values if image is not None]
+        names = [images.add(image, beside) for image in values]
         kept = {name: kept_messages(value, images, beside) for name, value in record.items() if name != field}
         return ({**kept, field: names} if names else kept), names
 

@@ -23,8 +23,9 @@ from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.data.sources import Reading
 from braidrl.data.vision import Vision, moved
 from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
 from braidrl.training.loading import load_tokenizer, load_vision
-from tests.tiny import ROOT, load_module, write_jsonl
+from tests.tiny import ROOT, braid, load_module, settings, write_jsonl
 
 shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
 RED = shapes.draw({0: ("square", "red")})
@@ -144,10 +145,14 @@ def png_header(width: int, height: int, content: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
 
 
-def jpeg(mode: str = "RGB") -> bytes:
+def saved(image: Image.Image, kind: str) -> bytes:
     written = io.BytesIO()
-    Image.effect_noise((84, 84), 50).convert(mode).save(written, "JPEG")
+    image.save(written, kind)
     return written.getvalue()
+
+
+def jpeg(mode: str = "RGB") -> bytes:
+    return saved(Image.effect_noise((84, 84), 50).convert(mode), "JPEG")
 
 
 def animated() -> bytes:
@@ -171,6 +176,8 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "thin line": (lambda: as_uri(png_header(3000, 1, zlib.compress(bytes(3001)))), "ratio"),
     "folder": (lambda: ".", "is no file"),
     "device without end": (lambda: "/dev/zero", "is no file"),
+    "null": (lambda: None, "is None"),
+    "pixels without a range": (lambda: as_uri(saved(Image.new("F", (84, 84)), "TIFF")), "range"),
 }
 
 
@@ -192,16 +199,45 @@ def test_a_broken_image_is_one_line_or_a_counted_record(name: str, model: Path, 
 @pytest.mark.parametrize("marks", ["", "<image>", "<image><image><image>"])
 def test_a_wrong_count_of_marks_names_line_and_both_numbers(marks: str, vision: Vision, tmp_path: Path) -> None:
     images = [as_uri(RED), as_uri(BLUE)] if marks else []
+    with pytest.raises(UserError, match=r"line 1.*1 marks.*0 images"):
+        names(write_jsonl(tmp_path / "text.jsonl", [{"prompt": "<image>?", "pictures": images}]), vision)
     said = f"{marks}?" if marks else [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     with pytest.raises(UserError, match=r"line 1.*\d marks.*\d images"):
         names(write_jsonl(tmp_path / "marks.jsonl", [{"prompt": said, "images": images}]), vision)
 
 
-def test_cmyk_and_transparent_images_become_rgb_on_white(vision: Vision, tmp_path: Path) -> None:
-    clear = io.BytesIO()
-    Image.new("RGBA", (84, 84), (255, 0, 0, 0)).save(clear, "PNG")
-    assert vision.store.open(vision.store.add(clear.getvalue(), tmp_path)).getpixel((5, 5)) == (255, 255, 255)
+def test_other_kinds_of_pixels_become_rgb_transparent_ones_white_and_16_bits_8(vision: Vision, tmp_path: Path) -> None:
+    def pixel(given: Any) -> Any:
+        return vision.store.open(vision.store.add(given, tmp_path)).getpixel((5, 5))
+
+    clear, deep = Image.new("RGBA", (84, 84), (255, 0, 0, 0)), Image.new("I;16", (84, 84), 0x8000)
+    assert pixel(saved(clear, "PNG")) == pixel(clear) == (255, 255, 255)
+    assert pixel(saved(deep, "PNG")) == pixel(saved(deep, "TIFF")) == pixel(deep) == (128, 128, 128)
     assert vision.store.open(vision.store.add(jpeg("CMYK"), tmp_path)).mode == "RGB"
+
+
+@pytest.mark.soak
+def test_commands_leave_out_and_count_every_kind_of_broken_image(model: Path, tmp_path: Path) -> None:
+    records = [{"prompt": "<image>?", "images": [make()], "answer": "1"} for make, _ in BROKEN.values()]
+    right = [{"prompt": "<image>?", "images": [as_uri(image)], "answer": "1"} for image in (RED, BLUE)] * 8
+    data = write_jsonl(tmp_path / "data.jsonl", [*right, *records, right[0] | {"prompt": "<image><image>?"}])
+    tree = settings(
+        tmp_path,
+        model,
+        data,
+        data={"images": {"folder": str(tmp_path / "store"), "broken": "skip"}},
+        reward={"verify": "exact"},
+        rollout={"max_response_tokens": 2},
+        trackers=[],
+    )
+    (tmp_path / "run.yaml").write_text(json.dumps(tree))
+    for command in ("data", "train"):
+        with braid(command, tmp_path / "run.yaml", folder=tmp_path) as process:
+            said = " ".join("".join(text or "" for text in process.communicate(timeout=120)).split())
+        assert process.returncode == 0 and "Traceback" not in said, said[-2000:]
+        assert f"{len(BROKEN) + 1} records left out because an image of it is broken" in said, said[-2000:]
+    lines = read_metrics(tmp_path / "run")
+    assert len(lines) == 2 and lines[-1]["memory/actor.generate/resident_max"] < 1 << 30
 
 
 def test_an_image_that_changes_after_reading_ends_in_a_line(vision: Vision, tmp_path: Path) -> None:
