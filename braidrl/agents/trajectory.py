@@ -110,8 +110,8 @@ class Trajectory:
         opens: bool = False,
         images: Sequence[ImageSpan] = (),
     ) -> None:
-        """Append tokens, to a new sequence if they open one; sampled tokens, which cannot, have the engine's columns.
-        `images` are counted from the first of these tokens.
+        """Append tokens to the current sequence, or to a new one if they open it; only sampled tokens have the engine's
+        columns.
 
         Raises ValueError if lengths differ, a column is missing, or a sequence starts with an action. The trajectory is
         then unchanged.
@@ -167,7 +167,7 @@ class Trajectory:
         on_token: Callable[[int, int], None] | None = None,
         policy: str | None = None,
     ) -> list[int]:
-        """Append `ids`, to a new sequence if they open one, and a turn that an engine samples after them; return the
+        """Append `ids` and a turn that the engine samples after them, in a new sequence with `opens`; return the
         sampled tokens.
 
         `policy` is the role whose weights sample, where an engine has several. The turn is shortened to the room in the
@@ -276,8 +276,9 @@ def trajectory_columns(
 
 
 def unplayed_columns(rows: Rows, columns: Sequence[str], values: Mapping[str, Tensor]) -> dict[str, Column]:
-    """Return the columns of episodes of `rows` that have not begun, as suspended ones; `values` are those of no tokens
-    in each column that the engine returns.
+    """Return the columns of suspended episodes for `rows` whose episodes have not begun.
+
+    `values` are the empty columns of an engine without tokens.
     """
     images = rows.get("images")
     trajectories = [Trajectory(uid, per_token=dict(values), finish_reason=FinishReason.ABORT) for uid in rows.uids()]

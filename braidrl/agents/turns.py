@@ -157,7 +157,9 @@ class TurnTemplate:
 
 
 def written(name: str, arguments: Any) -> str:
-    """Return a call as text, or the reason why its arguments have none, which the model reads as the call's fault."""
+    """Return a call as text, or the reason why its arguments cannot be written, which the model reads as an error of
+    its call.
+    """
     try:
         return call_text(name, as_text(arguments))
     except ValueError as error:

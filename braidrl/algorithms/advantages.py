@@ -87,8 +87,8 @@ def group_centered(reward: Tensor, group: Tensor, statistics_mask: Tensor | None
 
 @advantages.register(writes=["advantage"], scope="group", needs=PAIR)
 def leave_one_out(reward: Tensor, group: Tensor, statistics_mask: Tensor | None = None) -> Tensor:
-    """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one. RLOO, arXiv
-    2402.14740.
+    """Return G/(G − 1)·(R − R̄), (B,): each reward minus the mean of the group's other samples; 0 in a group of one
+    sample. RLOO, arXiv 2402.14740.
     """
     groups = Groups(group, statistics_mask)
     size = groups.sums(groups.counted.double())

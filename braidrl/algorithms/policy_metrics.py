@@ -37,8 +37,8 @@ def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
 
 
 def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
-    """Return the shares of groups with equal rewards, which give no gradient: of all such groups, of all right, and of
-    all wrong ones.
+    """Return the shares of groups whose rewards are equal and give no gradient: all of them, those with only right and
+    with only wrong answers.
     """
     groups = Groups(group)
     right, size, equal = groups.sums((correct > 0).long()), groups.sizes, ~groups.varies(reward)

@@ -256,7 +256,7 @@ def without_value(value: Any) -> KeyOutcome:
 
 
 def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
-    """Set what Braid's configuration has for one key, and return what became of the key."""
+    """Translate one key into Braid's configuration; return the outcome."""
     row, value = framework.row(key), imported.given[key]
     if row is None:
         return KeyOutcome(DECIDE, f"{framework.name} has no such key; is it of your own, or of another version?")

@@ -86,7 +86,7 @@ class Peers:
         return message
 
     def exchange(self, messages: Mapping[int, Buffer], senders: Collection[int], sign: int) -> dict[int, memoryview]:
-        """Send a message to each of some ranks, and return those of `senders`, which send one to this rank.
+        """Send a message to each rank in `messages`; return the messages from `senders` by rank.
 
         All ranks come together first: a rank that hangs elsewhere is noticed on connections that are open.
         """

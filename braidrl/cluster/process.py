@@ -230,7 +230,7 @@ class Launcher(Protocol):
         """Start the process with this number in a pool and set its threads and devices; the caller closes it."""
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        """Return the processes that have an outcome or are gone; wait at most `seconds` for the first of them."""
+        """Wait at most `seconds` for a process to finish or die; return all processes that have."""
 
     def close(self) -> None:
         """Free what was reserved. The callers of `start` close their processes."""

@@ -113,7 +113,7 @@ def tell(line: str) -> None:
 
 
 class Renewal:
-    """The ranks of a run as their launcher knows them: dead ones, which it starts again, are no members."""
+    """The launcher's view of a run's ranks: it restarts dead ranks, which are not members until they rejoin."""
 
     def __init__(self, store: dist.Store, start: Callable[[int, int], Process], repairs: RepairBudget) -> None:
         """Begin without members; `start(rank, starts)` starts a rank that was started so often before."""

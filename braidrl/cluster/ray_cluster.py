@@ -56,9 +56,7 @@ class Reservation:
 def room_for(
     nodes: Mapping[str, Mapping[str, float]], taken: Sequence[Reservation], cpus: int = 1, gpus: int = 0
 ) -> int:
-    """Return how many further workers with so many CPUs and GPUs the nodes hold, given by their resources, beside those
-    that have places there.
-    """
+    """Return how many more workers of `cpus` and `gpus` each fit on the nodes, beside the reservations in `taken`."""
     free = {node: [resources.get(kind, 0.0) for kind in ("CPU", "GPU")] for node, resources in nodes.items()}
     for reservation in taken:
         if reservation.node in free:
@@ -277,8 +275,8 @@ class RayCluster:
                 return done
 
     def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
-        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only
-        be busy.
+        """Ask actors for a heartbeat; return the dead actors, and those without an answer in time, which may only be
+        busy.
         """
         actor_of = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
         answered, silent = (

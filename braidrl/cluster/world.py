@@ -87,7 +87,8 @@ class Rounds:
         self._next = 0.0
 
     def ended(self, wait: bool = False) -> RoundTotals | None:
-        """Return the totals of this rank's round if it has just ended, or with `wait` when it ends; None without one.
+        """Return the totals of this rank's round, with `wait` after waiting for its end; None if it has not ended or
+        none runs.
 
         The next round is joined after its totals are known, so all ranks join it knowing the same.
         """
@@ -175,7 +176,7 @@ class Elastic:
             time.sleep(WAITING_LOOK_S)
 
     def leave_outdated_groups(self, is_waiting: bool, newest: int) -> None:
-        """End what this process does in groups older than the newest membership: it may wait there for a lost rank.
+        """End this process's collectives in groups older than the newest membership: a lost rank never joins them.
 
         A process that still waits after a time ends, and so is lost too: the others need not wait for it.
         """
@@ -428,7 +429,7 @@ class World:
     def exchange(
         self, purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
     ) -> dict[int, memoryview]:
-        """Send a message to each of some ranks, and return those of `senders`, which send one to this rank."""
+        """Send a message to each rank in `messages`; return the messages from `senders` by rank."""
         if self.group is None:
             return {rank: memoryview(message) for rank, message in messages.items()}
         with self.meeting(purpose) as where:

@@ -111,7 +111,7 @@ class SourceConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Choice of prompts by the success measured on them so far; the shares of sources stay those of their weights."""
+    """Choose prompts by their success rate so far, within each source; the sources' weights are unchanged."""
 
     short_for = {str: "name"}
     name: str

@@ -112,7 +112,7 @@ def _size(store: ImageStore, name: str) -> tuple[int, int]:
 
 
 def content_of(image: Any, beside: Path) -> tuple[bytes, Path | None]:
-    """Return an image's bytes, and its file if it was given as a path; relative ones are `beside` a data file.
+    """Return an image's bytes, and its file if the image is a path; relative paths start at `beside`.
 
     Forms: bytes, a path, a file: or data: URI, {bytes, path} of `datasets`, {url}, an image of Pillow. Raises
     BrokenImage for anything else.

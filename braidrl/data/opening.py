@@ -168,7 +168,7 @@ def opened(
 
 
 def too_long(opening: Opening, positions: np.ndarray, shows: bool) -> list[int]:
-    """Return those of some lines whose prompts are too long. Raises UserError for an invalid one."""
+    """Return which of some lines have a prompt that is too long. Raises UserError for an invalid one."""
     reading, lines = Reading(opening.reading.source), opening.lines
     starts = range(0, len(positions), BATCH)
     batches: Iterable[list[tuple[int, bytes]]] = (

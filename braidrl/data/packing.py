@@ -131,8 +131,8 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Give the largest item left to the cheapest part, many at a time: the n-th cheapest part gets the n-th item unless
-    one of those before it is still cheaper with its item.
+    """Assign items to parts, largest item first, each to the cheapest part; as many items at a time as gives the same
+    result.
     """
     each = np.asarray(costs, dtype=np.float64)
     order, part_of, loads, start = np.argsort(-each, kind="stable"), np.empty(len(each), np.int64), np.zeros(parts), 0

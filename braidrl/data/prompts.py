@@ -112,8 +112,8 @@ class LoadedSource(Sequence[Example]):
         return self.facts.read - len(self)
 
     def settle(self, ranks: LoadingRanks | None = None, wait: bool = False) -> bool:
-        """Map the table of an opened source if all ranks have written it, or with `wait` when they have; return True if
-        it was mapped now. All ranks call this together.
+        """Map the table of an opened source once all ranks have written it, with `wait` after waiting; return True if
+        this call mapped it. All ranks call this together.
 
         Raises UserError in all ranks, for the first invalid example of the file.
         """
@@ -208,8 +208,11 @@ def load_train(
     ranks: LoadingRanks | None = None,
     opens: bool = False,
 ) -> list[LoadedSource]:
-    """Load each source of `data.train`, together with `ranks`; `kept` are another process's `LoadedSource.kept`. With
-    `opens`, the caller can use sources whose tables are still being written, and settles them.
+    """Load each source of `data.train` together with `ranks`.
+
+    `kept` are the `LoadedSource.kept` of another process. With `opens`, the caller gets sources whose tables are still
+    being written, and calls `settle`. With `opens`, the caller can use sources whose tables are still being written,
+    and settles them.
 
     Raises UserError for none or an invalid file.
     """

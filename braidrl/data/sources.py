@@ -469,7 +469,9 @@ def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
 
 
 def with_system(source: SourceConfig, record: Record, prompt: Prompt) -> Prompt:
-    """Return a prompt with the record's system message in front, unless it has one; without one, the same prompt."""
+    """Return a prompt with the record's system message in front; unchanged if the prompt has one or the record has
+    none.
+    """
     others = (record.get(name) for name in SYSTEM if name not in (source.prompt_field, source.answer_field))
     system = next((text for text in others if isinstance(text, str) and text.strip()), None)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -563,7 +565,7 @@ def messages_in(text: str) -> list[Record]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null keys from nested objects: Arrow adds a key to every record if one record has it."""
+    """Remove null keys from nested objects: Arrow adds every key of any record to all records."""
     if isinstance(value, Mapping):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -113,7 +113,7 @@ class LoadingRanks(Protocol):
     def exchange(
         self, purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
     ) -> Mapping[int, memoryview]:
-        """Send bytes to some ranks, and return those that each of the senders has for this one."""
+        """Send bytes to some ranks; return the bytes from each of `senders`."""
 
 
 class Alone:

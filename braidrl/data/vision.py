@@ -124,7 +124,9 @@ class Vision:
         return [*expanded, *ids[done:]], spans
 
     def collapse(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> list[int]:
-        """Invert `expand`: return ids with one placeholder for each image, as engines take them that expand them."""
+        """Replace each image's tokens by one placeholder, the inverse of `expand`, for engines that expand placeholders
+        themselves.
+        """
         collapsed, done = list[int](), 0
         for span in spans:
             collapsed += [*ids[done : span.start], self.placeholder_token]

@@ -246,7 +246,9 @@ class Deployment:
 
     @cached_property
     def shared_base(self) -> tuple[str, ...]:
-        """Return the roles that generate with one engine, as adapters on one model; empty if each has its own."""
+        """Return the roles whose adapters one engine serves on one base model; empty if each role has its own
+        engine.
+        """
         together = [policies_of(stage) for stage in self.stages] if self.config.rollout.shared_base else []
         return tuple(dict.fromkeys(role for roles in together if len(roles) > 1 for role in roles))
 

@@ -268,7 +268,7 @@ class EngineProcess:
             spanning.lose()
 
     async def _watch_nodes(self, spanning: SpanningEngine, writer: asyncio.StreamWriter) -> None:
-        """End the engine when another node has lost its part; a rank that waits for it might not notice."""
+        """End the engine when another node loses its part: a rank that waits for that part may not notice."""
         while self._writer is writer:
             if (node := spanning.lost()) is not None:
                 self._die(f"lost its part on node {node}")

@@ -67,9 +67,12 @@ def start_engine(
     tokenizer: PreTrainedTokenizerBase,
     started: Mapping[str, RoleEngine],
 ) -> RoleEngine:
-    """Start the engine of a role, which `worker` trains, or with None other processes. All `ranks` that generate for it
-    call this together. Beside the engines `started` for other roles, those of other processes share one event loop, and
-    policies on a shared base one engine.
+    """Start the engine of a role that `worker` trains, or that other processes train with None; all `ranks` that
+    generate for the role call this together.
+
+    With engines `started` for other roles, engine processes share one event loop, and policies on a shared base share
+    one engine. All `ranks` that generate for it call this together. Beside the engines `started` for other roles, those
+    of other processes share one event loop, and policies on a shared base one engine.
 
     Raises UserError for a model that the engine cannot use.
     """
@@ -124,8 +127,9 @@ def shared_engine(
     tokenizer: PreTrainedTokenizerBase,
     started: Mapping[str, RoleEngine],
 ) -> EmbeddedEngine:
-    """Return the engine of all policies on a shared base, with the adapters of a further role: those that are trained,
-    or with None as `worker` a copy of those that another process trains.
+    """Return the engine of all policies on a shared base, with a further role's adapters added.
+
+    With a `worker` these are the trained adapters, without one a copy of adapters that another process trains.
 
     The frozen weights of all these roles and of the engine are the same tensors. Raises UserError for a model that the
     engine cannot compute with several adapters.
@@ -213,7 +217,9 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deploy
 
 
 def offering_address(config: Config) -> str:
-    """Return this machine's address, as servers, ranks on other machines, or only engines on this one reach it."""
+    """Return this machine's address as the receivers of its weights reach it: servers, other machines, or local
+    engines.
+    """
     peers = [*(urlsplit(url).hostname for url in config.rollout.servers.urls), os.environ.get("MASTER_ADDR")]
     addresses = [address_towards(peer) for peer in peers if peer]
     return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
@@ -337,7 +343,7 @@ def spmd_engine(
 
 
 def with_nodes(deployment: Deployment, devices_of_node: int | None) -> Config:
-    """Return the configuration with engines of vLLM over as few nodes as have devices for them, unless it names a
+    """Return the configuration with vLLM's engines on the fewest nodes with enough devices, unless it sets their
     number.
 
     `devices_of_node` are the devices of the largest node; None without any. Engines for which no number of nodes is

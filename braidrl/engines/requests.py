@@ -125,7 +125,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes of an engine's rows while it generates: some end with their tokens so far, and others begin.
+    """Changes of an engine's rows during generation: rows to end with their tokens so far, and rows to add.
 
     The engine waits as long as `more` may come, even without rows.
     """
@@ -287,7 +287,8 @@ def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
 def rows_to_begin(
     capacity: int, block: int, recent: Collection[float], running: Iterable[EngineRow], waiting: Iterable[EngineRow]
 ) -> int:
-    """Return how many of the waiting rows, in their order, have room beside the running ones; the first row always has.
+    """Return how many of the waiting rows fit beside the running ones, in their order; the first waiting row always
+    fits.
 
     `capacity` tokens have room for their keys and values, in blocks of `block` tokens. `recent` are the parts of their
     limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than was expected: it counts

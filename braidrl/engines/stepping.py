@@ -111,9 +111,7 @@ class SteppingEngine(ABC):
         return None
 
     def parts(self) -> Mapping[str, WeightPart]:
-        """Return this process's parts of the weights, into which a trainer in the same process copies its own; by
-        default none.
-        """
+        """Return the parts of the weights that a trainer in this process fills; by default none."""
         return {}
 
     def take_turns(self, trained: Parts, training: ParallelLayout, ranks: Ranks, layout: GenerationLayout) -> None:
@@ -415,7 +413,7 @@ class EngineReplica:
 
 
 async def in_step(replicas: Sequence[EngineReplica], work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result, while these engines step together with those of other ranks.
+    """Run `work` while these engines step together with those of other ranks; return its result.
 
     All ranks of an engine call this with the same engines in the same order; a rank whose work is done goes on until
     that of all is.

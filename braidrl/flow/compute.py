@@ -100,8 +100,8 @@ def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:
-    """Return the rows with a namespace's columns under plain names, so that they replace the first response, but for
-    those that all of a row's trajectories share.
+    """Return the rows with a namespace's columns in place of the first response's; columns that all trajectories share
+    stay.
     """
     if namespace is None:
         return rows

@@ -301,16 +301,16 @@ def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ..
 
 
 def read_in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns that a stage with this namespace reads or writes: shared ones, and those of a namespace that
-    is named already, stay as they are.
+    """Add the namespace to the columns that a stage reads or writes, except shared columns and columns that
+    name one.
     """
     named = in_namespace(namespace, columns)
     return tuple(c if c in SHARED or "." in c else n for c, n in zip(columns, named, strict=True))
 
 
 def namespaces_of(params: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Return the namespaces into which a generate stage with these parameters writes: its own, and one for each of its
-    further policies.
+    """Return the namespaces that a generate stage with these parameters writes: its own and those of its further
+    policies.
     """
     return (params.get("into"), *params.get("policies", ()))
 

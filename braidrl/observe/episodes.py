@@ -156,7 +156,7 @@ class RowIndex:
 
 
 def plain(value: Any) -> Any:
-    """Return a number of numpy as Python's; None for one that is not finite, which JSON has no form for."""
+    """Return a numpy number as Python's; None for NaN and infinity, which JSON does not have."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -217,7 +217,9 @@ def episode(record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: 
 
 
 def columns_in(table: Mapping[str, Any], prefix: str, others: tuple[str, ...]) -> dict[str, Any]:
-    """Return the columns of a namespace under plain names; without a prefix those that are in none of the `others`."""
+    """Return the columns of a namespace under plain names; without a prefix the columns outside the namespaces
+    `others`.
+    """
     if not prefix:
         return {name: value for name, value in table.items() if not name.startswith(others)}
     return {name.removeprefix(prefix): value for name, value in table.items() if name.startswith(prefix)}

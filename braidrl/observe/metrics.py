@@ -184,8 +184,8 @@ class Sums:
             self._pairs[name] = (old_total + float(total), old_count + float(count))
 
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor], counted: bool = True) -> None:
-        """Add per-token numbers, tensors (A,) by name, under a role's name; without `counted` they are parts of numbers
-        whose tokens another process counts.
+        """Add per-token numbers, tensors (A,) by name, under a role's name; without `counted` another process counts
+        the tokens.
 
         A name that ends in `_max` is reduced by its maximum.
         """

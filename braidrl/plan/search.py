@@ -267,8 +267,9 @@ def synchronous_plan(problem: Problem, runtime: Runtime, sets: Sequence[SetChoic
 def call_times(
     before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Return start and end of each stage's call in one hybrid iteration, after those `before` it; a pool runs its calls
-    in order.
+    """Return the start and end of each stage's call in one hybrid iteration.
+
+    A call starts after the stages `before` it; a pool runs its calls in order.
     """
     free: dict[object, float] = {}
     times: dict[str, tuple[float, float]] = {}

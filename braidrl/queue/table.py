@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 
 class TablePiece(NamedTuple):
-    """The location of columns of some rows: a block, the rows in it, and which of the wanted rows they are.
+    """The location of some rows' columns: a block, the rows within it, and their positions among the requested rows.
 
     `positions` in the block and `targets` among the wanted rows are None if the wanted rows are those of the block, in
     its order.
@@ -259,7 +259,7 @@ class Table:
         return freed
 
     def _shares(self, uids: Sequence[Row], writer: str) -> "list[PartRows]":
-        """Return a writer's parts of these rows; nothing unless it has written all of them."""
+        """Return a writer's parts of these rows; nothing unless all of them are written."""
         try:
             parts = list(map(self.parts[writer].__getitem__, uids))
         except KeyError:

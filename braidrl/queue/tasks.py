@@ -126,7 +126,7 @@ class Task:
         self.give_back(done)
 
     def move(self, rows: Iterable[Row], table: Any) -> None:
-        """Move those rows that have entered to another table; completed ones stay completed."""
+        """Move admitted rows to another table; completed rows stay completed."""
         rows = [row for row in rows if self.table.get(row, table) != table]
         left = [row for row in rows if self.lease.get(row, 0) is not None]
         self._count(left, -1)

@@ -95,7 +95,9 @@ class Peer:
         self.numbers, self.errors = dict[int, int](), dict[int, type[BaseException]]()
 
     def ask(self, verb: str, on: Any = None, name: str = "", *arguments: Any, **named: Any) -> Any:
-        """Return the other end's answer, and answer what it asks meanwhile; raise what it raises."""
+        """Send a request to the other process, serve its requests meanwhile, and return its answer or raise its
+        exception.
+        """
         sent = [self.encoded(value) for value in arguments]
         self.send(
             {"ask": [verb, self.encoded(on), name, sent, {key: self.encoded(value) for key, value in named.items()}]}
@@ -237,7 +239,9 @@ class Peer:
         return kind
 
     def record(self, name: str, fields: dict[str, Any], number: int) -> Any:
-        """Return the value of a dataclass: of a class here that has its name and fields, if there is one."""
+        """Return a dataclass's value as an instance of this process's class of the same name and fields, if there is
+        one.
+        """
         kind = self.dataclass(name)
         if kind is None or list(getattr(kind, "__dataclass_fields__", ())) != list(fields):
             return self.foreign(self, int(number))

@@ -234,8 +234,8 @@ class TestPeer(Peer):
         return answer
 
     def do(self, verb: str, on: Any, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """Do what a program asks of a value that the test gave it: call it, go through it, or use an object of the
-        test's own classes as its public names allow.
+        """Serve a program's request on a value of the test: call it, iterate over it, or use the public names of the
+        test's classes.
         """
         steps = verb == "next" or (verb == "method" and name == "__iter__")
         if verb == "operator":

@@ -157,7 +157,7 @@ def imported(module: str) -> Any:
 
 
 def in_standard(name: str) -> Any:
-    """Return what the standard library has under a public name; None if it has nothing."""
+    """Return the standard library's object of a public name, or None."""
     modules = (importlib.import_module(module) for module in STANDARD)
     public = (m for m in modules if name in getattr(m, "__all__", dir(m)) and not name.startswith("_"))
     return next((getattr(module, name) for module in public), None)
@@ -168,7 +168,7 @@ def called_names(tree: ast.AST) -> set[str]:
 
 
 def judging(tree: ast.Module, subjects: set[str]) -> str:
-    """Return the function under test that the test believes about what another one returned; an empty text if none."""
+    """Return a function under test by which the test judges another one's result; empty text if there is none."""
     if len(subjects) < 2:
         return ""
     sources = dict[str, set[str]]()

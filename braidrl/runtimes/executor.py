@@ -220,8 +220,8 @@ class StageExecutor:
                     self.optim_step(objective.role, accumulated, iteration, sums, counted)
 
     def update(self, objective: Objective, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return the input of an objective: the counts of all rows (`index`), and the local rows with what they need
-        of others.
+        """Return an objective's input: the counts of all rows (`index`), and the local rows with columns derived from
+        other rows.
         """
         needs = "group_tokens" in objective.aggregation.reads and len(rows)
         index = of_namespace(index, objective.namespace)

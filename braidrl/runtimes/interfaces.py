@@ -211,7 +211,7 @@ class Controller(Protocol[T]):
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[T]:
-        """Run every due stage of an iteration on one batch; trained roles then have version `version` + 1.
+        """Run every due stage of an iteration on one batch; afterwards trained roles have version `version` + 1.
 
         `recorded` rows replace generated ones. After the first call of `before_training` the iteration cannot be
         undone.

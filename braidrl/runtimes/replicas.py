@@ -139,7 +139,7 @@ class Replica:
 
 
 def lone_blocks(index: ShardIndex) -> list[TensorGroup]:
-    """Return the groups of tensors with the blocks that only one rank has; the neighbour of that rank wants them."""
+    """Return the groups of tensors with blocks that a single rank holds; that rank's neighbour shall receive them."""
     away = distance_to_neighbour(index.machines)
     groups = []
     for group in index.groups():
@@ -151,7 +151,7 @@ def lone_blocks(index: ShardIndex) -> list[TensorGroup]:
 
 
 def distance_to_neighbour(machines: Sequence[str]) -> int:
-    """Return how many ranks further each rank's neighbour is: on another machine, if they can all have one there."""
+    """Return the distance in ranks to each rank's neighbour: on another machine, if that is possible for all ranks."""
     ranks = range(len(machines))
     apart = (n for n in ranks[1:] if all(machines[rank] != machines[(rank + n) % len(machines)] for rank in ranks))
     return next(apart, 1)
@@ -180,7 +180,7 @@ def fit(roles: Collection[str], deployment: Deployment, ranks: int) -> bool:
 
 
 def free_groups(error: BaseException | None) -> None:
-    """Free what an error's frames hold, with the process groups in it, after the last other reference."""
+    """Free the process groups that an error's frames hold; call it when nothing else refers to them."""
     for each in causes(error):
         clear_frames(each.__traceback__)
     gc.unfreeze()

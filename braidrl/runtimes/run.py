@@ -380,7 +380,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.progress.print(f"{ranks} after step {self.step}, from {source}")
 
     def _restored(self, is_new: bool) -> RunState | None:
-        """Take the models of all ranks to the newest state of which no part is lost; return None if there is none."""
+        """Restore all ranks' models to the newest state that is complete in memory; return None if there is none."""
         state, has_state = self.regrouping.agreed(is_new), self.backend is not None and not is_new
         if state is not None and self.backend is None:
             self._start_controller()

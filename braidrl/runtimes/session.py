@@ -124,8 +124,8 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.read(Admission(numbers, loader.examples(numbers)))
 
     def measure(self, rows: SessionTable) -> dict[str, float]:
-        """Give the scores of an iteration's rows to the curriculum, which chooses the next prompts by them; return its
-        metrics, none without a curriculum.
+        """Pass the scores of an iteration's rows to the curriculum, which chooses the next prompts; return its
+        metrics.
         """
         return self.controller.loader.measure(self.iteration, self.index(rows))
 

@@ -114,7 +114,7 @@ def device_groups(deployment: Deployment) -> list[DeviceGroup]:
 
 
 def after_first(world: World, check: Callable[[], T]) -> T:
-    """Call `check` on the first rank, then on all others; raise the first one's UserError in all of them."""
+    """Call `check` on the first rank, then on the others; raise the first rank's UserError on all of them."""
     refused, result = "", None
     if world.first:
         try:

@@ -99,9 +99,7 @@ class HostSession:
         return answer
 
     async def _next(self, request: bytes = b"") -> Message:
-        """Send a request, and return the next answer, or the failure of a call whose answer is too long or whose host
-        has ended.
-        """
+        """Send a request; return the next answer, or a failure if the answer is too long or the host has ended."""
         loop, most = asyncio.get_running_loop(), self._host.limits.answer_bytes
         with contextlib.suppress(ConnectionError):  # a failure may have been sent
             await loop.sock_sendall(self._end, request)

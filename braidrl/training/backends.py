@@ -130,8 +130,8 @@ class TrainingBackend(Protocol):
         """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Return `log_probs`, `values` (per action token) or `scores` (per row) of this rank's rows, in order; it may
-        have none.
+        """Return `log_probs`, `values` (per action token) or `scores` (per row) of this rank's rows, in order; rows may
+        be empty.
         """
 
     def forward_backward(

@@ -32,8 +32,8 @@ BIAS = "e_score_correction_bias"
 
 
 def router_predictions(routing: Routing, places: Tensor) -> dict[str, Tensor]:
-    """Return logits, scores and routes of the tokens at these places (A,) of a watched forward pass; nothing where this
-    rank has no routers.
+    """Return router logits, scores and routes of the tokens at `places` (A,) in a watched forward pass; empty without
+    routers.
     """
     if not routing.logits:
         return {}

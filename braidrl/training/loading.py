@@ -186,7 +186,7 @@ def _load(
 
 
 def with_one_type(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give all parameters one data type: transformers keeps some in float32, and ranks divide those of one type."""
+    """Give all parameters one data type: transformers keeps some in float32, and sharding needs equal types."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

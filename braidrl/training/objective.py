@@ -36,8 +36,10 @@ LossSums = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """One term: `coefficient` times the mean of −log π over tokens: `ptx` of attached texts, `positive` over actions of
-    correct rows, `observation` over what environments said after a row's first action.
+    """A term: `coefficient` times the mean of −log π over tokens.
+
+    `ptx` covers attached texts, `positive` the actions of correct rows, and `observation` the environment's tokens
+    after a row's first action.
     """
 
     name: str
@@ -145,9 +147,7 @@ class Objective:
         )
 
     def numbered(self, number: int) -> "Objective":
-        """Return the objective with denominators of its own, if it is not the first (0) of an optimizer step: sums of
-        several objectives are divided by their own counts.
-        """
+        """Return the objective with its own denominators if it is not the first (0) of an optimizer step."""
         if not number:
             return self
         terms = tuple(replace(term, denominator=f"{term.denominator}#{number}") for term in self.auxiliary)
@@ -263,8 +263,9 @@ class Lookup:
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
-    """Return a column for losses, payload flat (A,), index (B,), or None; as `advantages` also `turn_advantages`,
-    repeated over each turn's action tokens, or an `advantage` per row.
+    """Return a column for losses: payload flat (A,), index (B,), or None if it is missing.
+
+    For `advantages`, `turn_advantages` are repeated over each turn's action tokens, and `advantage` over each row's.
     """
     if column == "advantages" and column not in rows and "turn_advantages" in rows:
         lengths: Ragged = rows["turn_lengths"]
@@ -355,7 +356,7 @@ class Accumulated:
     """The description of the rows for messages."""
 
     def own_sums(self, objective: Objective) -> Objective:
-        """Return the objective with the denominators that it has in this step; one that is repeated keeps its own."""
+        """Return the objective with its denominators of this step; a repeated objective keeps its denominators."""
         number = self.objectives.index(objective) if objective in self.objectives else len(self.objectives)
         return objective.numbered(number)
 

@@ -118,7 +118,9 @@ def check_optimizer(config: TrainerConfig) -> None:
 def make_optimizer(
     parameters: NamedParameters, config: TrainerConfig, lr: float, rates: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the configured optimizer of these parameters; `rates` are the learning rates of those with another one."""
+    """Return the configured optimizer of these parameters; `rates` are learning rates that differ from `lr`, by
+    name.
+    """
     by_rate: dict[float, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         by_rate.setdefault((rates or {}).get(name, lr), []).append((name, parameter))

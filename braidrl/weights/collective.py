@@ -192,8 +192,8 @@ class WeightOffer:
             number += 1
 
     def _next_transfer(self, store: dist.Store, number: int) -> WeightRequest | None:
-        """Form a transfer for the first engine whose workers are all there, and for others that ask for the same; None
-        if there is none.
+        """Form a transfer for the first engine whose workers are all ready, and for engines that request the same
+        weights.
         """
         now, requests = time.monotonic(), self._requests
         # The content of a number follows it, unless the asking process has died between the two.

@@ -73,9 +73,7 @@ class WeightFile:
         """True if the file holds the adapters of a model alone."""
 
     def parts(self) -> dict[str, WeightPart]:
-        """Return the tensors as parts in one mapping of the file: what is written to them is this process's own, and
-        the file stays.
-        """
+        """Return the tensors as private writable views of the file: writes change this process's copy, not the file."""
         with open(self.path, "rb") as file:
             header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(WORD), "little")))
             begin = file.tell()

@@ -195,7 +195,7 @@ class HubNames:
         """Whether any name or shape differs from the model's own."""
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the hub's tensors, each as soon as all tensors that it is made of have come."""
+        """Yield the hub's tensors, each as soon as the tensors that it is made of have arrived."""
         come: dict[str, dict[str, Tensor]] = {}
         for source, tensor in tensors:
             target = self._targets[source]

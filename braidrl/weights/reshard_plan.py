@@ -270,7 +270,7 @@ class RankPlan:
 def plan_moves(
     groups: Sequence[TensorGroup], rank: int, ranks: int, machines: Sequence[Hashable] | None = None
 ) -> RankPlan:
-    """Plan one rank's moves, so that each rank receives every element that it wants exactly once.
+    """Plan one rank's moves so that each rank receives each requested element exactly once.
 
     An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the
     others there. The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is on no

@@ -47,9 +47,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
 
 
 def exchange_bytes(world: World, task: dict[str, Any]) -> str:
-    """Exchange several rounds of bytes, of which some pairs of processes have none; return what is wrong on any of
-    them.
-    """
+    """Exchange several rounds of bytes, with empty messages between some processes; return the faults."""
 
     def bytes_of(number: int, sender: int, receiver: int) -> torch.Tensor:
         size = 0 if (sender + receiver + number) % 3 == 0 else 1000 * number + 7 * sender + receiver

@@ -46,7 +46,7 @@ class HeldVersion:
 
 
 class LoadingSchedule:
-    """The version of each engine, and which engines drain: these take no rows until they have loaded."""
+    """The weight version of each engine, and the draining engines, which get no rows until they have loaded."""
 
     def __init__(self, way: Way, max_draining: int = 1) -> None:
         """Start at version 0 without engines; under `rolling` at most `max_draining` engines drain at a time."""
@@ -104,8 +104,8 @@ class LoadingSchedule:
         return name not in self.engines or self.engines[name].draining_from is None
 
     def receive_ahead(self, name: str, newest: int) -> int | None:
-        """Return the version that an engine must now receive into host memory, while it generates with another; None if
-        there is none.
+        """Return the version that an engine shall receive into host memory while it generates with another; None if
+        none is due.
         """
         held = self.engines.get(name)
         if self.way != "delayed" or held is None or held.version != self.target:

@@ -34,7 +34,7 @@ class Factors(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """The adapters of all policies for layers whose outputs stand side by side, K columns of all ranks together."""
+    """The adapters of all policies for layers that are computed as one concatenated layer, K columns of all ranks."""
 
     down: Tensor
     """(K, in)."""
@@ -87,7 +87,9 @@ class PolicyAdapters:
 
     @torch.no_grad()
     def beside(self, layers: Sequence[Any]) -> SideBySide | None:
-        """Return a copy of the adapters of linear layers whose outputs stand side by side; None if there are none."""
+        """Return a copy of the adapters of layers that are computed as one concatenated layer; None if none is
+        adapted.
+        """
         first, start, downs, ups, numbers = layers[0].weight, 0, list[Tensor](), list[Tensor](), list[int]()
         width = sum(layer.out_features for layer in layers)
         for layer in layers:
@@ -136,8 +138,8 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def share_weights(model: nn.Module, source: nn.Module) -> None:
-    """Let a model's parameters be the frozen tensors of another module under the same names, where they have the same
-    form: they exist once then. The source may have adapters, which stay its own.
+    """Make frozen parameters of a model use the memory of equal-shaped tensors of the same names in `source`. The
+    source may have adapters, which stay its own.
     """
     targets, sources = frozen_weights(model), frozen_weights(source)
     for name, target in targets.items():

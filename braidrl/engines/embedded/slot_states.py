@@ -137,8 +137,8 @@ def widened(values: Tensor, room: int, filler: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Pass:
-    """The tokens that one step of compiled kernels reads: each row's current one, behind it guesses of its next ones,
-    and at the end padding.
+    """The tokens that one step of compiled kernels reads: the current token of each row, its guesses behind it, and
+    padding.
     """
 
     slots: Tensor
@@ -156,7 +156,7 @@ class Pass:
 
     @staticmethod
     def of(slots: Tensor, multiple: int, guesses: tuple[Tensor, Tensor] | None = None) -> "Pass":
-        """Read the current token of the rows in these slots (R,); with guesses (R, K) so many of each row (R,) too.
+        """Read the current token of the rows in these slots (R,), and of each row its guesses (R, K).
 
         The pass has a multiple of `multiple` tokens.
         """

@@ -77,7 +77,9 @@ class EarlierResponses:
 
 
 class Book:
-    """The texts of one prompt, in which compiled code looks up what followed a row's last tokens; see drafts.c."""
+    """The texts of one prompt, in which compiled code looks up the continuations of a row's last tokens; see
+    drafts.c.
+    """
 
     def __init__(self, functions: Any) -> None:
         self._functions, self.rows = functions, 0
@@ -205,7 +207,9 @@ class PassCosts:
         self._measured[size, guessed] = self._passes
 
     def seconds(self, size: int, guessed: bool) -> float:
-        """Return a pass's seconds; a size that was not measured lately is judged by the others, so that it is tried."""
+        """Estimate a pass's seconds; a size without recent measurements is estimated from others, so that it is tried
+        again.
+        """
         oldest = self._passes - VALID
         if self._measured.get((size, guessed), oldest) > oldest and len(self._seconds[size, guessed]) > 1:
             return median(self._seconds[size, guessed])

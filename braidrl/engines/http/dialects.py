@@ -163,9 +163,7 @@ VLLM = Dialect(
 
 
 def sglang_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -> ServerCall:
-    """Ask SGLang for tokens; where it was started so, it draws by the row's seed and the token's place in the
-    sequence.
-    """
+    """Ask SGLang for tokens; if the server supports it, draws depend on the row's seed and the token's position."""
     sampling = row.request.sampling
     return "/generate", {
         "rid": row.name,

@@ -262,7 +262,7 @@ class HttpEngine:
                     raise EngineError(f"the weights of {self.url} could not be changed: {failure}")
 
     async def check_weights(self) -> None:
-        """Raise EngineError if the server was restarted since it received its weights: its tokens may come from other
+        """Raise EngineError if the server was restarted after it received its weights: it may then serve other
         weights.
         """
         if not self._given:

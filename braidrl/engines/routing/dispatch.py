@@ -101,9 +101,7 @@ class Dispatcher:
         return assigned
 
     def done(self, uid: Uid, response_tokens: int | None) -> None:
-        """Remove a row, which may wait again if its engine has failed; `response_tokens` is None if it was not
-        answered.
-        """
+        """Remove a row; without `response_tokens` it was not answered, and may be added again."""
         engine, job = self.engine_of(uid), self.jobs.pop(uid)
         if engine is None:
             del self.waiting[uid]

@@ -119,8 +119,8 @@ class HostedVllmEngine(VllmEngine):
             return super().step()
 
     def wake(self) -> None:
-        """Do nothing: weights wake when they are received, keys and values with the next step, so that less is there at
-        once.
+        """Do nothing: receiving weights wakes them, and the next step wakes the cache, which lowers the peak of
+        memory.
         """
 
     def sleep(self) -> None:

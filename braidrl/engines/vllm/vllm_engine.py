@@ -254,7 +254,7 @@ class VllmEngine(SteppingEngine):
 
 
 class PreemptionLog(StatLoggerBase):
-    """A logger of vLLM that counts the rows which it has preempted: they drew more than was expected of them."""
+    """A vLLM logger that counts preempted rows, which drew more tokens than expected."""
 
     def __init__(self, engine: VllmEngine, vllm_config: Any, engine_index: int = 0) -> None:
         self._engine = engine

@@ -48,7 +48,7 @@ PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
 
 
 class WeightsNotLive(ValueError):
-    """vLLM keeps a model's weights in another form than it loads them in; the message names the module."""
+    """vLLM stores a model's weights in another form than it loads; the message names the module."""
 
 
 class TakesWeights:

@@ -149,7 +149,7 @@ class Loans:
         return Changes([*ended, *leaving], added, more)
 
     def ended(self, response: Response) -> bool:
-        """Take a row that has ended here; return False for one of this rank's own, which its caller takes."""
+        """Take the result of a borrowed row; return False for a row of this rank, which the caller handles."""
         if response.uid not in self.borrowed:
             # A row that ends while it is lent comes back with the same tokens.
             return response.uid in self.lent

@@ -204,7 +204,7 @@ class EarlyStop:
         return [uid for group in sorted(self.left) for uid in sorted(self.left[group])] if is_enough else []
 
     def wait_for_turn(self, at_once: int, decoding: Ranks = ONE_RANK) -> None:
-        """Wait until all ranks have left whose turn is before this rank's; `at_once` ranks have the same turn.
+        """Wait until every rank with an earlier turn has left; `at_once` ranks share a turn.
 
         Ranks that are `decoding` together have the turn of the first of them.
         """
@@ -239,8 +239,10 @@ class EarlyStop:
             self.loans.clear_mail()
 
     def _numbers(self) -> tuple[int, tuple[int, ...]]:
-        """Return what this rank adds to a round: the first group that it has not decided, or its turn, and the groups
-        kept before that of the last round, rows and tokens, whether it has left its rows, waiting rows and free slots.
+        """Return this rank's numbers for a round.
+
+        These are its turn or first undecided group, the groups kept before the last round's minimum, rows, tokens,
+        whether it has left its rows, waiting rows and free slots.
         """
         self.posted = self.counted
         shared = self.loans.numbers() if self.loans is not None else ()
@@ -292,7 +294,7 @@ class EarlyStop:
         return bool(complete)
 
     def _collect(self) -> None:
-        """Take the rows that other ranks have sent of this rank's groups, once all rows of a group are there."""
+        """Take rows of this rank's groups that other ranks have sent, once all rows of a group have arrived."""
         for group in list(self.awaited):
             keys = [self._key(uid) for uid in self.awaited[group]]
             assert self.mail is not None

@@ -249,8 +249,8 @@ class HybridBackend:
         group.wait(group.call("keep", [folder] * len(parts), shares, aside=True))
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Save beside a running call, so that an interrupt does not wait until all rows are generated; a sharded model
-        after it.
+        """Save while generation runs, so that an interrupt need not wait for it; a sharded model is saved after the
+        call.
 
         With `copy` each worker continues as soon as it has copies, and writes them in a thread.
         """

@@ -151,7 +151,7 @@ class WorkerGroup:
         return result
 
     def _raise_deaths(self, others: Sequence[Future], failure: WorkerError) -> None:
-        """Raise LostProcess for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
+        """Raise LostProcess for a dead worker, as the cause of the failures of workers that waited for it."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
             try:
@@ -249,8 +249,9 @@ class RunWorkers:
         return any(self.size_for(group, nodes) > group.pool.workers for group in self.groups)
 
     def replace_lost(self) -> list[str]:
-        """Restart the groups that lost a worker, those that do not finish in `cluster.silence_s`, as a rank may wait
-        for a failed one, and those that can have more workers again; return lines about those of another size.
+        """Restart groups that lost a worker, that do not finish within `cluster.silence_s`, or that can grow again.
+
+        A rank of a group that does not finish may wait for a lost one. Return a line for each group whose size changes.
 
         All others forget their rows. Raises WorkerError if the restart failed.
         """
@@ -313,8 +314,8 @@ def wait_all(started: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[li
 
 
 def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:
-    """Return the group that computes the first of these outputs, and the rows of each rank: where the first output with
-    them is.
+    """Return the group that computes the first of these outputs, and each rank's rows, by the first output that has
+    them.
 
     Rank 0 also gets the rows of no worker of the group.
     """

@@ -189,7 +189,7 @@ class Handle:
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
     def writers(self, names: Collection[str]) -> list[Output]:
-        """Return the outputs that write one of these columns or, earlier, another column of such an output."""
+        """Return the outputs that write one of these columns, or a column that such an output also writes, in order."""
         needed, outputs = set(names), list[Output]()
         for output in reversed(self.outputs):
             if not needed.isdisjoint(output.stage.writes):
@@ -198,8 +198,7 @@ class Handle:
         return outputs[::-1]
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
-        """Return the table as a worker receives it; appends to `awaited` the futures whose answers must come with the
-        call.
+        """Return the table as a worker receives it; append to `awaited` the futures whose answers the call needs.
 
         `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that
         workers keep.

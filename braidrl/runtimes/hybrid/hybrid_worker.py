@@ -285,9 +285,7 @@ class HybridWorker:
 
     @register(protocol="DP")
     def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
-        """Make one optimizer step with the other ranks, each on its own rows; rank 0 counts what is the same on all of
-        them.
-        """
+        """Make one optimizer step with the other ranks, each on its own rows; rank 0 counts what all ranks share."""
         train, first = self.executor.train, self.rank == 0
         return self._compute(
             part,

@@ -58,7 +58,7 @@ READERS = 4
 
 
 class LostWrite(OSError):
-    """A checkpoint is not written because a process that wrote it is gone; the run goes on without it."""
+    """A checkpoint that is abandoned because a process that wrote it died; the run continues."""
 
 
 class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
@@ -141,7 +141,7 @@ class Checkpoints:
         self._step = 0
 
     def save(self, state: RunState, backend: Backend[Any], best: tuple[str, float] | None = None) -> None:
-        """Write a checkpoint, or start to; `best` is the metric, with its value, by which it is the best so far.
+        """Write a checkpoint, or start to; `best` is its metric and value if it is the best so far.
 
         Raises UserError if it, or the previous one, could not be written. Ranks other than the first send their state
         to it, or write their shards beside its own.

@@ -250,8 +250,8 @@ class RankBackend:
         return self.store.row_texts(table.rows)
 
     def record(self, path: Path, table: Shard, final: Shard) -> None:
-        """Write this rank's rows to a file; one rank of each machine makes its ranks' files one, so that no rank ever
-        holds all rows.
+        """Write this rank's rows to a file; one rank per machine merges the files of its ranks, so that no rank holds
+        all rows.
         """
         self.world.at(f"writing {path.name}")
         rank, part = self.world.rank, part_path(path, self.world.rank)

@@ -61,8 +61,7 @@ class Regrouping:
         return self.has_replicas or fit(self.deployment.roles, self.deployment, self.world.size)
 
     def agreed(self, is_new: bool, before: float = math.inf) -> RunState | None:
-        """Return the newest state, of the steps before one, that all members know, except new processes; None if there
-        is none.
+        """Return the newest state before step `before` that all members but new processes have; None if there is none.
 
         All members call this together.
         """
@@ -84,7 +83,7 @@ class Regrouping:
         self.is_loading = True
 
     def end(self, state: RunState, backend: RankBackend) -> None:
-        """Copy the state to which all members have come for the present ranks, in place of what they came from."""
+        """Keep only the state on which the members agreed, copied for the present ranks."""
         if self.is_copied:
             self.replica.copy_again(state.step, backend.executor)
         self.states = {state.step: state}

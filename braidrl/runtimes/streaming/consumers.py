@@ -209,8 +209,8 @@ class Consumers:
         return needed
 
     def _needed(self, names: Iterable[str], role: str | None = None) -> list[str]:
-        """Return these stages and all that they wait for, in the flow's order; with `role` only what runs with its
-        updates.
+        """Return these stages and all stages that they wait for, in the flow's order; with `role` only those run with
+        its updates.
         """
         needed, open_names = set[str](), list(names)
         while open_names:

@@ -125,8 +125,8 @@ class StreamingBackend:
         return rows
 
     def _ask_for_rows(self, task: Task, rows: StoredRows | None = None) -> OrderResult:
-        """Return the rows process's result of an order, which is repeated after a restart: then it has a new name at
-        the queue.
+        """Return the rows process's result of an order; after its restart, which changes its name at the queue, repeat
+        the order.
         """
         maker = next(member for member in self.processes.members if member.group.name == ROWS)
         content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []

@@ -284,7 +284,8 @@ class Processes:
         self.control.notify()
 
     def regroup(self) -> None:
-        """Let the ranks of each trained role meet anew: without dead ones, which start again, and with those that wait.
+        """Let the ranks of each trained role meet again: without dead ranks, which are restarted, and with waiting
+        ones.
 
         Where those are too few for the layout, they wait for the others. All leases of trainers end.
         """

@@ -28,7 +28,7 @@ MakeContext = Callable[[RuleRewards | None], WorkerContext]
 
 
 def leader_of(group: str, membership: Membership) -> str:
-    """Return the name at the queue of the first rank, which takes work for all of them; each membership has its own."""
+    """Return the queue name of the first rank, which takes work for all ranks; it differs for each membership."""
     return f"{group}.{membership.members[0].partition('.')[0]}.{membership.number}"
 
 

@@ -47,7 +47,7 @@ def ask(run: Path, more: int, group: str, limit_s: float = ASK_LIMIT_S) -> str:
 
 
 def answer_requests(run: Path, resize: Callable[[str, int], str]) -> None:
-    """Do what waiting requests ask, in their order; `resize` returns what it did, or raises UserError."""
+    """Carry out waiting requests in order; `resize` returns its outcome as text, or raises UserError."""
     for request in sorted((run / FOLDER).glob("*.json")):
         content = json.loads(request.read_text(encoding="utf-8"))
         try:

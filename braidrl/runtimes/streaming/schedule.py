@@ -296,8 +296,8 @@ class StreamSchedule:
         return lease
 
     def _isolated(self, lease: Lease, now: float, seconds: float, suspects: Set[Uid]) -> Lease | None:
-        """Return a lease without suspects, or of one suspect alone for an idle holder; None if it may have no row
-        now.
+        """Return the lease without suspects, or with one suspect alone if the holder is idle; None if it may hold no
+        row now.
         """
         rows = self.tasks.left(lease)
         held = {row for lease_held in self.tasks.leases.of(lease.holder) for row in self.tasks.left(lease_held)}

@@ -134,7 +134,7 @@ class Stream:
         return [self.table.held.hold_for(rows.without(later)) for rows in tables.values()]
 
     def restore(self, rows: StoredRows) -> None:
-        """Restore rows of a checkpoint that have passed its recorded stages, as if these had written them here."""
+        """Restore a checkpoint's rows that have passed its recorded stages, as if the stages had written them here."""
         wrote = self.written_before_recording | self.written_later
         self.table.add(rows.part(ADMISSION, [name for name in rows.columns if name not in wrote]))
         written = [name for name in rows.columns if name in wrote]

@@ -155,7 +155,7 @@ class Versions:
         return chosen
 
     def outdated(self, used_versions: Collection[int]) -> list[WeightLocation]:
-        """Forget versions older than those needed for one of these; return their locations."""
+        """Forget old versions that none of `used_versions` needs; return their locations."""
         freed: list[WeightLocation] = []
         for locations in self.known.values():
             needed = {newest_of(locations, version) for version in used_versions}

@@ -291,9 +291,7 @@ class StageLoop:
         return [(StoredRows.received(message, frames), rows) for message, frames, rows in filter(None, parts)]
 
     def _optim_step(self, work: Step) -> None:
-        """Make an optimizer step, or move the role's weights towards those of another role, which its ranks have
-        published.
-        """
+        """Make an optimizer step, or move the role's weights towards another role's published weights."""
         assert self.trainer is not None
         self.exports.wait()
         stage = next(stage for stage in self.trainer.consumer.updates if stage.name == work.stage)

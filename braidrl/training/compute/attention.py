@@ -335,7 +335,9 @@ class RowBatches:
 
 
 class GatheredRows(torch.autograd.Function):
-    """The rows `tokens`; the backward takes each row's own one of `places`, since repeated rows have no gradient."""
+    """Gather the rows `tokens`; the backward pass uses only each row's own one of `places`, as repeated rows have no
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, tokens: Tensor, places: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class RopeLengths:
 
     @property
     def shortest(self) -> int | None:
-        """Return the longest row whose factors are those of every shorter row; None if all rows have the same."""
+        """Return the longest row length up to which all rows have the same factors; None without a limit."""
         return min([*self.switches, *([] if self.growing is None else [self.growing])], default=None)
 
 
@@ -125,8 +125,10 @@ def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *arguments: Any, 
 
 
 def _sets_of_factors(module: Any, lengths: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """Iterate over the sets of factors, those of shorter rows first: a length that has the set, the greatest position
-    of rows that have it, and the tokens (B, N) of rows that have it or a later one.
+    """Iterate over the sets of rope factors, those of short rows first.
+
+    Each set comes with a row length that uses it, the greatest position of such rows, and the mask (B, N) of tokens
+    whose rows use this set or a later one.
     """
     rope = RopeLengths.of(module.config)
     if rope.growing is not None:

@@ -497,7 +497,7 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
 
 
 def kept_measurement(path: Path) -> dict[str, Any] | None:
-    """Return what a file of the cache holds; None if that is no measurement, which is then made again."""
+    """Read a cached measurement; return None if the file holds none."""
     try:
         content = parse_json(path.read_bytes(), MEASUREMENT_BYTES, finite=False)
     except (OSError, ValueError):

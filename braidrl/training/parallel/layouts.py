@@ -212,7 +212,7 @@ class DataParallel(Ranks):
         return values
 
     def sum_of_stages(self, values: Tensor) -> Tensor:
-        """Return the sum of values over the pipeline ranks, each of which has those of its layers, and zeros."""
+        """Return the sum over the pipeline ranks; each rank's values are 0 for the layers of other ranks."""
         if self.pipeline is not None:
             dist.all_reduce(values, group=self.pipeline.group)
         return values

@@ -159,8 +159,8 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
 
 
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor whose sharding a state tensor has: its parameter, or itself if it is a scalar or never
-    sharded.
+    """Return the tensor whose sharding a state tensor follows: its parameter, or itself for scalars and replicated
+    state.
     """
     number, _, name = key.partition(".")
     return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor

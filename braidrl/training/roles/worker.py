@@ -209,8 +209,9 @@ class RoleWorker(ShardedBackend):
         return {HIDDEN: hidden, **self.of_routers(routing, packed, records)}
 
     def of_routers(self, routing: Routing | None, packed: Packed, records: bool) -> dict[str, Tensor]:
-        """Return what the balance of this rank's routers needs of its action tokens, and if it `records` the experts
-        (N, M, k) of all tokens, zeros for the layers of other pipeline ranks.
+        """Return the predictions that the balance of this rank's routers needs.
+
+        If it `records`, also the experts (N, M, k) of all tokens, 0 for layers of other pipeline ranks.
         """
         outputs = router_predictions(routing, packed.predictors) if routing and routing.keeps_logits else {}
         if routing is not None and records:
