@@ -8,6 +8,9 @@ subgroup, mesh_of, background_group, group_between
 import os
 import resource
 import socket
+import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -30,6 +33,8 @@ LAZY, LAZY_FROM, GROUPS_OF_A_RANK = "TORCH_GLOO_LAZY_INIT", 64, 8
 in.
 """
 MOST_FILES = 1 << 20
+DROP_EVERY_S, ALONE = 0.02, 2
+"""Seconds between two looks at groups that are not used any more, and the references to one in a list alone."""
 
 
 def open_store(host: str, limit_s: float) -> dist.TCPStore:
@@ -159,10 +164,26 @@ def destroy_groups() -> None:
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    groups = list(_world.pg_names)
+    threading.Thread(target=drop_unused, args=(groups,), name="end of groups", daemon=True).start()
+    del groups
     dist.destroy_process_group()
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
+
+
+def drop_unused(groups: list[dist.ProcessGroup]) -> None:
+    """Drop each group when nothing else refers to it.
+
+    The last reference waits for the group's collectives, and `abort` does not always end one of gloo: a thread that
+    sends just then is not woken before the group's time limit.
+    """
+    while groups:
+        time.sleep(DROP_EVERY_S)
+        for position in reversed(range(len(groups))):
+            if sys.getrefcount(groups[position]) <= ALONE:
+                del groups[position]
 
 
 def address_towards(peer: str) -> str:
