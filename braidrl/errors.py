@@ -6,7 +6,7 @@ import reprlib
 import resource
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
@@ -57,6 +57,9 @@ class LostProcess(WorkerError):
 
     is_counted: bool = False
     """True if the budget of repairs has paid for this loss."""
+    stage: str = ""
+    rows: Sequence[tuple[int, int, int]] = ()
+    """The stage and the rows that it had in work, if they are known."""
 
 
 class LostPeers(RuntimeError):

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from braidrl.cluster.process_groups import count_at, has_message, message_at, put_first, put_message, text_at
+from braidrl.cluster.row_deaths import Isolated
+from braidrl.data.identity import Uid
 
 WAITING = "waiting"
 HOUR_S = 3600.0
@@ -76,6 +78,28 @@ def waiting(store: dist.Store, membership: Membership) -> list[str]:
     return [
         process for process in came if process not in membership.members and not has_message(store, f"dead/{process}")
     ]
+
+
+def note_work(store: dist.Store, member: str, rows: Sequence[Uid]) -> None:
+    """Leave a notice of the rows that a process has in work, for the case that it ends with them."""
+    put_message(store, f"work/{member}", rows)
+
+
+def work_of(store: dist.Store, member: str) -> list[Uid]:
+    """Return the rows that a process had in work when it ended."""
+    rows: list[Uid] = message_at(store, key, list[Uid]) if has_message(store, key := f"work/{member}") else []
+    return rows
+
+
+def note_isolated(store: dist.Store, isolated: Isolated) -> None:
+    """Leave a notice of the rows that the ranks run alone, and of those that they leave out."""
+    put_message(store, "isolated", isolated)
+
+
+def isolated_rows(store: dist.Store) -> Isolated:
+    """Return the rows that the ranks run alone, and those that they leave out."""
+    isolated: Isolated = message_at(store, "isolated", Isolated) if has_message(store, "isolated") else ([], [])
+    return isolated
 
 
 class Members:

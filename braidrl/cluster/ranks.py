@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from braidrl.cluster.child import TaskFailed, failure_of
 from braidrl.cluster.local import LocalLauncher
-from braidrl.cluster.membership import Members, Membership, RepairBudget, member_name
+from braidrl.cluster.membership import Members, Membership, RepairBudget, member_name, note_isolated, work_of
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
 from braidrl.cluster.process_groups import open_store, raised_open_files
+from braidrl.cluster.row_deaths import RowDeaths, left_out_line
 from braidrl.cluster.watchdog import FrozenWatch, mute_after
 from braidrl.cluster.world import World, join, join_elastic
 from braidrl.errors import LostProcess, UserError, first_line, printable
@@ -45,14 +46,15 @@ def run_ranks(
     launcher: Launcher | None = None,
     silence_s: float = 60.0,
     repairs: RepairBudget | None = None,
+    deaths: RowDeaths | None = None,
 ) -> Any:
     """Run `module:function(world, task)` in `workers` processes and return rank 0's result, a JSON value.
 
     `workers` is a number, or a pool if the ranks start engines; by default they are local processes. In the task, a
     JSON object, `cuda` says whether they compute on CUDA devices. A rank waits for others at most `limit_s` seconds,
     and is killed after `silence_s` seconds without a heartbeat. The others go on after a loss as long as there are
-    `repairs` left, and the lost rank is started again. Raises the failure of the rank that failed first; all processes
-    have then ended.
+    `repairs` left, and the lost rank is started again. Rows with which ranks end are recorded in `deaths`. Raises the
+    failure of the rank that failed first; all processes have then ended.
     """
     repairs = repairs or RepairBudget(0, "trainer.max_restarts")
     # Another client of the store cannot guess the ranks' key prefix.
@@ -88,7 +90,7 @@ def run_ranks(
                 ranks.append(launcher.start(pool.name, rank, spec))
                 return ranks[-1]
 
-            renewal = Renewal(dist.PrefixStore(secret, store), start, repairs)
+            renewal = Renewal(dist.PrefixStore(secret, store), start, repairs, deaths or RowDeaths())
             for rank in range(pool.workers):
                 renewal.begin(rank)
             with FrozenWatch(silence_s, tell) as frozen:
@@ -115,9 +117,12 @@ def tell(line: str) -> None:
 class Renewal:
     """The launcher's view of a run's ranks: it restarts dead ranks, which are not members until they rejoin."""
 
-    def __init__(self, store: dist.Store, start: Callable[[int, int], Process], repairs: RepairBudget) -> None:
+    def __init__(
+        self, store: dist.Store, start: Callable[[int, int], Process], repairs: RepairBudget, deaths: RowDeaths
+    ) -> None:
         """Begin without members; `start(rank, starts)` starts a rank that was started so often before."""
-        self.members, self._start, self.repairs = Members(store), start, repairs
+        self.members, self._start, self.repairs, self.deaths = Members(store), start, repairs, deaths
+        note_isolated(store, deaths.isolated())
         self.starts: dict[Process, tuple[int, int]] = {}
         """The number of each living process, and how often that was started before."""
         self.losses = 0
@@ -139,6 +144,8 @@ class Renewal:
             return True
         others = any(self.is_member(process) for process in self.starts if process is not lost)
         is_lost = failure.kind == "died" and not failure.follows
+        if is_lost:
+            self._record_rows(lost)
         if not (is_lost and others and self.repairs.spend()):
             return False
         self.losses += 1
@@ -146,6 +153,13 @@ class Renewal:
         number, starts = self._forget(lost)
         self.starts[self._start(number, starts + 1)] = number, starts + 1
         return True
+
+    def _record_rows(self, lost: Process) -> None:
+        """Record the rows that a lost process had in work, before the others continue."""
+        rows = work_of(self.members.store, member_name(*self.starts[lost]))
+        for row in self.deaths.record("rank", rows):
+            tell(left_out_line(row, "ranks", lost.describe_end()))
+        note_isolated(self.members.store, self.deaths.isolated())
 
     def _forget(self, process: Process) -> tuple[int, int]:
         """Take a dead process out of the membership; return its number, and how often it was started before."""

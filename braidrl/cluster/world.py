@@ -35,7 +35,15 @@ from torch.distributed.rendezvous import rendezvous
 from braidrl.cluster.child import end_at_once
 from braidrl.cluster.devices import own_devices
 from braidrl.cluster.locations import Location, Locations, known_locations, write
-from braidrl.cluster.membership import Membership, newest, propose, wait_to_join, waiting
+from braidrl.cluster.membership import (
+    Membership,
+    isolated_rows,
+    newest,
+    note_work,
+    propose,
+    wait_to_join,
+    waiting,
+)
 from braidrl.cluster.peers import Peers
 from braidrl.cluster.process_groups import (
     abort_groups,
@@ -44,7 +52,10 @@ from braidrl.cluster.process_groups import (
     join_group,
     put_message,
 )
+from braidrl.cluster.row_deaths import Isolated
+from braidrl.data.identity import Uid
 from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.rows import named_rows
 from braidrl.errors import LostPeers, causes, first_line
 from braidrl.observe.stalls import WORK
 
@@ -146,6 +157,8 @@ class Elastic:
 
     def __init__(self, meeting: Meeting, member: str, membership: Membership) -> None:
         self.meeting, self.member, self.known = meeting, member, membership
+        self.in_work: tuple[Uid, ...] = ()
+        """The rows with which this rank may end."""
         self._outdated_at: float | None = None
         self.lock = threading.Lock()
         """Held while groups are made, or ended by another thread."""
@@ -207,6 +220,11 @@ class Elastic:
                 raise LostPeers(f"waited {self.meeting.limit_s:g} s for a lost rank to come back")
             time.sleep(WAITING_LOOK_S)
         return came
+
+    def work_on(self, rows: Sequence[Uid]) -> None:
+        """Note the rows that this rank has in work from now on."""
+        self.in_work = tuple(rows)
+        note_work(self.meeting.store, self.member, self.in_work)
 
     def add(self, members: Sequence[str]) -> None:
         """Propose a membership with more members."""
@@ -287,6 +305,26 @@ class World:
         """Record what this rank does from now on; the text is the same on every rank."""
         self.place, self.rows = activity, ""
         self._location = self._meetings, activity
+
+    @contextmanager
+    def working(self, rows: Sequence[Uid], may_end_rank: bool) -> Iterator[None]:
+        """Name these rows if the work on them fails; if they `may_end_rank`, also if this rank ends with them."""
+        self.rows = named_rows(rows)
+        elastic = self.elastic if may_end_rank else None
+        if elastic is not None:
+            elastic.work_on(rows)
+        try:
+            yield
+        finally:
+            if elastic is not None:
+                elastic.work_on(())
+        self.rows = ""
+
+    def isolated_rows(self) -> Isolated:
+        """Return the rows that all ranks run alone, and those that they leave out; all ranks call this together."""
+        known = isolated_rows(self.elastic.meeting.store) if self.elastic is not None and self.first else ([], [])
+        isolated: Isolated = self.share("rows that have ended ranks", known)
+        return isolated
 
     def _locate(self) -> None:
         """Send this rank's location once a second, until it closes or the store is gone."""

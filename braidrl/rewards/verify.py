@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Scores = tuple[float, float]
 RIGHT_OR_WRONG = (1.0, 0.0)
-LEFT_OUT = "the row is left out: engines have ended with it"
+LEFT_OUT = "the row is left out: processes have ended with it"
 NOTED = 3
 """Number of failure messages kept from some rows: the most frequent."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
 from braidrl.flow import Stage
@@ -86,6 +87,8 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
     """The further methods that `SerialController` calls, stage by stage in the flow's order."""
 
     trace: TraceWriter | None
+    deaths: RowDeaths
+    """The rows that have ended processes of the run: they are isolated, or left out."""
 
     @property
     def loader(self) -> Admissions | None:

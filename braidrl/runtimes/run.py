@@ -16,6 +16,7 @@ from typing import Any
 from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.process import interrupts_handled
 from braidrl.cluster.ranks import tell
+from braidrl.cluster.row_deaths import RowDeaths, left_out_line
 from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
@@ -38,6 +39,7 @@ from braidrl.observe.trace import Span
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluate_sets, good_enough, value_of_best
 from braidrl.runtimes.interfaces import Interrupts, Restart
+from braidrl.runtimes.isolation import can_isolate
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import set_up_torch, settle, vocabulary_lines
@@ -79,11 +81,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         newest_whole: bool = False,
         world: World | None = None,
         repairs: RepairBudget | None = None,
+        deaths: RowDeaths | None = None,
     ) -> None:
         """Check everything that can be checked before a model loads. Raises UserError if the run is not possible.
 
         `world` holds the ranks that run this together, each in its own TrainingRun. `repairs` limits automatic
-        restarts; by default it is that of the configuration.
+        restarts; by default it is that of the configuration. `deaths` has the rows with which processes have ended.
         """
         self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
@@ -117,7 +120,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
         self.step, self.version = 0, 0
-        self.repairs = repairs or repair_budget(config)
+        self.repairs, self.deaths = repairs or repair_budget(config), deaths or RowDeaths()
         self.controller: Any = None
         self.backend: Any = None
         self.saved_step: int | None = None
@@ -146,9 +149,15 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._report(rehearsal=True)
             self.resources = resources.pop_all()
 
+    @property
+    def isolates_rows(self) -> bool:
+        """Return True if the run continues after a rank or a worker has ended with its rows."""
+        mode = self.prepared.deployment.mode
+        return self.world.elastic is not None or (mode.placed and self.repairs.per_hour > 0)
+
     def _start_controller(self) -> None:
         self.controller = start_controller(
-            self.prepared, self.progress, self.folder, self.world, self.interrupts, self.repairs
+            self.prepared, self.progress, self.folder, self.world, self.interrupts, self.repairs, self.deaths
         )
         self.backend = self.controller.backend
 
@@ -222,6 +231,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             snapshot = self._snapshot()
             try:
                 if not is_new:
+                    if self.world.elastic is not None:
+                        self.regrouping.learn_rows(rank_backend(self.backend))
                     self._begin()
                 while True:
                     snapshot = self._snapshot()
@@ -282,6 +293,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _bring_back(self, error: LostProcess) -> None:
         """Resume from the newest complete checkpoint with the remaining processes, or raise `error`."""
+        self._record_rows(error)
         checkpoint = resume_point(self.folder, newest_whole=True)
         if checkpoint is None or not (error.is_counted or self.repairs.spend()):
             raise error
@@ -296,6 +308,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._load_again(checkpoint, state, restart)
             except LostProcess as another:
                 self._bring_back(another)
+
+    def _record_rows(self, error: LostProcess) -> None:
+        """Record the rows with which a process of `hybrid` has ended."""
+        isolated = {stage.name for stage in (*self.flow.stages, *self.prepared.evaluation.stages) if can_isolate(stage)}
+        for row in self.deaths.record("worker", error.rows if error.stage in isolated else ()):
+            self.progress.print(left_out_line(row, "workers", first_line(error)))
+        error.rows = ()
 
     def _load_again(self, checkpoint: Path, state: RunState, restart: Restart) -> None:
         """Continue from a checkpoint with processes of which some are new."""
@@ -492,6 +511,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     metrics |= self._evaluate()
             if self.world.elastic is not None:
                 metrics["ranks/members"] = self.world.size
+            if self.isolates_rows:
+                left_out = self.deaths.left_out.intersection(result.generated.uids())
+                metrics["ranks/rows_left_out"] = len(left_out)
             if self.metrics:
                 self.metrics.write(metrics)
                 self.metrics.trackers.write_samples(step, lambda: samples_of_step(self.folder, step))
@@ -637,20 +659,20 @@ def train(config: Config, **options: Any) -> Path:
     Raises LostProcess if processes were lost more often within an hour than `trainer.max_restarts` says.
     """
     config = with_fetched(config)
-    repairs, folder = repair_budget(config), options.get("resume")
+    repairs, deaths, folder = repair_budget(config), RowDeaths(), options.get("resume")
     if repairs.per_hour and not folder:
         folder = config.output / config.name if config.name else unused_folder(config)
         config = config.model_copy(update={"name": folder.name})
     while True:
         try:
             if MODES[config.runtime].chained:
-                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options, repairs))
-            with TrainingRun(config, **options, repairs=repairs) as run:
+                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options, repairs, deaths))
+            with TrainingRun(config, **options, repairs=repairs, deaths=deaths) as run:
                 run.train()
             return run.folder
         except LostProcess as error:
             if not error.is_counted and not repairs.spend():
-                raise
+                raise LostProcess(f"{error}{deaths.frequent()}") from error
             tell(f"{error}; the run starts again by itself ({repairs})")
             options |= {"resume": folder, "newest_whole": True}
 

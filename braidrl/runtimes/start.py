@@ -9,6 +9,7 @@ from braidrl.cluster.devices import device_count, own_devices
 from braidrl.cluster.local import ENGINES, copy_as_fork_server
 from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.ray_cluster import import_ray
+from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.curricula import check_curriculum, curriculum_of, units_of
@@ -78,10 +79,18 @@ def start_backend(
 
 
 def start_controller(
-    prepared: Prepared, progress: Progress, folder: Path, world: World, interrupts: Interrupts, repairs: RepairBudget
+    prepared: Prepared,
+    progress: Progress,
+    folder: Path,
+    world: World,
+    interrupts: Interrupts,
+    repairs: RepairBudget,
+    deaths: RowDeaths,
 ) -> Controller[Any]:
-    """Return the controller of `config.runtime`, with its backend and workers started; `repairs` limits how often lost
-    trainers are replaced, other arguments are as for `start_backend`.
+    """Return the controller of `config.runtime`, with its backend and workers started.
+
+    `repairs` limits how often lost trainers are replaced, and `deaths` has the rows to isolate; other arguments are as
+    for `start_backend`.
     """
     config = prepared.config
     if prepared.deployment.mode.concurrent:
@@ -89,6 +98,7 @@ def start_controller(
         loader = PromptLoader(prepared.sources, config.seed, config.data.shuffle, curriculum)
         return StreamingController(prepared, loader, folder, progress, repairs)
     backend = start_backend(prepared, progress, folder, world=world, interrupts=interrupts)
+    backend.deaths = deaths
     return SerialController(config, prepared.flow, backend)
 
 

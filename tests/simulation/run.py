@@ -179,7 +179,7 @@ class SimulatedRun:
         ]
         self.check(not left, f"rows are left: {left[:4]}")
         if not self.other_deaths:
-            innocent = self.control.left_out - self.poison
+            innocent = self.control.deaths.left_out - self.poison
             self.check(not innocent, f"rows are left out that have killed no engine: {innocent}")
 
     def check(self, holds: bool, message: str) -> None:
@@ -401,7 +401,7 @@ class SimulatedRun:
             steps = self.trained.get(iteration, Counter())
             expected = Counter(dict.fromkeys(uids, self.scenario.epochs))
             self.check(steps == expected, f"iteration {iteration} trained {dict(steps)} in place of {dict(expected)}")
-            drawn = [uid for uid in uids if uid in self.poison and uid not in self.control.left_out]
+            drawn = [uid for uid in uids if uid in self.poison and uid not in self.control.deaths.left_out]
             self.check(not drawn, f"rows that kill their engines are drawn: {drawn}")
             for uid, version in zip(uids, record.final.index["version"].tolist(), strict=True):
                 known = self.possible.get(uid, set())

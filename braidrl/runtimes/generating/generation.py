@@ -68,6 +68,8 @@ from braidrl.weights.publisher import Publisher, TransferVolume
 
 TO_THE_END = "to_the_end"
 """Parameter of a generate stage whose rows have no budget."""
+UNDRAWN = "undrawn"
+"""Parameter of a generate stage: the rows that are left out, because processes have ended with them."""
 
 
 class WeightMoves:
@@ -222,8 +224,9 @@ class Generation:
         # Greedy decoding gives all samples of a prompt the same tokens: one is generated for all.
         greedy = sampling_of(stage, self.config).takes_likeliest
         leader: dict[tuple[int, int], Uid] = {}
-        first = {uid: leader.setdefault(uid[:2], uid) if greedy else uid for uid in position}
-        requests = [request for request in requests if first[request.uid] == request.uid]
+        undrawn = self._all_undrawn(stage, rows)
+        first = {uid: leader.setdefault(uid[:2], uid) if greedy and uid not in undrawn else uid for uid in position}
+        requests = [each for each in requests if first[each.uid] == each.uid and each.uid not in undrawn]
         partial = self.partial(stage, rows, self.moves.version)
         requests = partial.rest(requests) if partial else requests
         # Answers in a suspended group would be checked in vain.
@@ -239,6 +242,7 @@ class Generation:
                 early.add(complete)
 
             done = dict(partial.complete) if partial else {}
+            done |= {uid: response for uid, response in undrawn.items() if isinstance(response, Response)}
             drawn = self._draw(stage, requests, ended, stop, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
             finished = [done[uid] if uid in done else replace(done[source], uid=uid) for uid, source in first.items()]
@@ -307,9 +311,11 @@ class Generation:
                 if stop is not None:
                     stop.count(drawn)
 
-            start = time.perf_counter()
+            start, undrawn = time.perf_counter(), self._all_undrawn(stage, rows)
+            drawn = [position for position, uid in enumerate(rows.uids()) if uid not in undrawn] if undrawn else None
+            begun = rows if drawn is None else rows.take(drawn)
             played = run_together(
-                engines, lambda running: self.played(running, stage, rows, limits, finished, self.moves.version)
+                engines, lambda running: self.played(running, stage, begun, limits, finished, self.moves.version)
             )
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             self.usage.speculated(stage, engine.speculated, sums)
@@ -318,7 +324,9 @@ class Generation:
                 stop.close()
             if not len(rows):
                 return {}
-            return self.trajectory_columns(stage, played, limits, sums)
+            result_of = undrawn | dict(zip(begun.uids(), played, strict=True))
+            every = [one for uid in rows.uids() if isinstance(one := result_of[uid], Trajectory)]
+            return self.trajectory_columns(stage, every, limits, sums)
 
     async def played(
         self,
@@ -387,16 +395,29 @@ class Generation:
         )
         return await player.play(rows)
 
+    def _all_undrawn(self, stage: Stage, rows: Rows) -> dict[Uid, Response | Trajectory]:
+        """Return the results of the rows that a stage leaves out."""
+        left_out = stage.params.get(UNDRAWN)
+        if not left_out or not len(rows):
+            return {}
+        positions = {uid: position for position, uid in enumerate(rows.uids()) if uid in left_out}
+        return {uid: self.undrawn(stage, rows.take([position])) for uid, position in positions.items()}
+
     def undrawn(self, stage: Stage, row: Rows) -> Response | Trajectory:
-        """Return the result of a row that is left out, because engines have ended with it: nothing is drawn or
+        """Return the result of a row that is left out, because processes have ended with it: nothing is drawn or
         checked.
         """
         (uid,) = row.uids()
         self.checks.left_out.add(uid)
+        engine = self.engines[str(stage.role)]
+        drawn_in = engine.model.dtype if isinstance(engine, EmbeddedEngine) else torch.float32
+        dtype = torch.promote_types(drawn_in, torch.float32)
+        nothing = {column.name: column.empty(dtype) for column in returned_columns(columns_of(stage))}
         if "environment" not in stage.params:
-            return Response(uid, torch.empty(0, dtype=torch.int64), FinishReason.ERROR, {})
+            return Response(uid, torch.empty(0, dtype=torch.int64), FinishReason.ERROR, nothing)
         trajectory = Trajectory(uid, others={role: Trajectory(uid) for role in policies_of(stage)[1:]})
         for each in trajectory.every:
+            each.per_token = dict(nothing)
             each.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))
         trajectory.fail(EnvironmentFailed("died", LEFT_OUT))
         return trajectory

@@ -186,6 +186,8 @@ class Loans:
                 lender, lent = int(key.split("/")[2]), message_at(self.mail, key, list[Request])
                 self.borrowed |= {request.uid: (lender, request) for request in lent}
                 requests += lent
+        if requests and (elastic := self.world.elastic) is not None:
+            elastic.work_on([*elastic.in_work, *(request.uid for request in requests)])
         return requests
 
     def _give_back(self) -> None:

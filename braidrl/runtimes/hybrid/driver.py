@@ -24,6 +24,7 @@ from torch import Tensor
 
 from braidrl.cluster.pools import GENERATE
 from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.curricula import curriculum_of
 from braidrl.data.loader import Admissions
@@ -52,6 +53,7 @@ from braidrl.runtimes.hybrid.group import (
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.hybrid_worker import RunOrder
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
+from braidrl.runtimes.isolation import can_isolate, run_isolated
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
@@ -86,6 +88,7 @@ class HybridBackend:
         self.training: list[Output] = []
         self.accumulated: dict[str, Stage] = {}
         """The latest train stage whose gradients wait for an optimizer step, by role."""
+        self.deaths = RowDeaths()
         resources.enter_context(payload_forbidden())
 
     def read(self, origin: Origin) -> Handle:
@@ -110,6 +113,20 @@ class HybridBackend:
         if stage.role is not None and ":" in stage.type:
             written: Handle = self._call(stage, [table], iteration, sums)
             return written
+
+        def run(stage: Stage, rows: Handle) -> Handle:
+            done = self._begin_stage(stage, rows, iteration, sums)
+            self._wait(done.outputs)
+            return done
+
+        if self.deaths.isolates and can_isolate(stage) and self.deaths.concern(uids := self.index(table).uids()):
+            return run_isolated(run, stage, table, uids, self.deaths)
+        return self._begin_stage(stage, table, iteration, sums, segment)
+
+    def _begin_stage(
+        self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None
+    ) -> Handle:
+        """Start a stage with a role on all rows of a table at once."""
         output = Output(stage, table, iteration, sums)
         if segment is not None:
             role, index = str(stage.role), self.index(table)

@@ -143,9 +143,11 @@ class WorkerGroup:
             raise WorkerError(story) from None
         except (RayActorError, OutOfMemoryError) as error:
             who = self.cluster.names.get(str(getattr(error, "actor_id", "")), future.who)
-            raise LostProcess(
+            lost = LostProcess(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
-            ) from None
+            )
+            lost.stage, lost.rows = future.what, future.part.uids()
+            raise lost from None
         except RayError as error:
             raise WorkerError(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result

@@ -14,6 +14,7 @@ from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ranks import run_ranks, tell
 from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
 from braidrl.engines.deployment import Deployment
@@ -22,10 +23,17 @@ from braidrl.runtimes.prepare.deployment import deploy, started_by_torchrun
 from braidrl.runtimes.prepare.run_flow import build_flow
 
 
-def in_ranks(config: Config, entry: str, options: Mapping[str, Any], repairs: RepairBudget | None = None) -> Any:
+def in_ranks(
+    config: Config,
+    entry: str,
+    options: Mapping[str, Any],
+    repairs: RepairBudget | None = None,
+    deaths: RowDeaths | None = None,
+) -> Any:
     """Run `module:function(world, task)` on every rank; return rank 0's result, a JSON value.
 
     The ranks that are left go on after a loss as long as there are `repairs` left, unless `torchrun` has started them.
+    Rows with which ranks end are recorded in `deaths`.
 
     Under `torchrun` every rank calls this, and gets the result. A rank that only noticed another's failure prints one
     line and ends. Raises UserError, before anything starts, for a configuration that the ranks cannot run, and
@@ -38,7 +46,7 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any], repairs: Re
     if not started_by_torchrun():
         deployment, cluster = checked_ranks(config), config.cluster
         starter = RayLauncher(cluster, config.device) if deployment.launcher == "ray" else LocalLauncher(config.device)
-        limits = cluster.wait_limit_s, starter, cluster.silence_s, repairs
+        limits = cluster.wait_limit_s, starter, cluster.silence_s, repairs, deaths
         return run_ranks(entry, task, rank_pool(deployment), *limits)
     # This process is a rank already.
     world = joined_world(config)

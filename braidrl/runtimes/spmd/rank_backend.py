@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from braidrl.cluster.child import at_end
+from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.cluster.world import World
 from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows, tokens_of
@@ -31,6 +32,7 @@ from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.interfaces import Interrupts
+from braidrl.runtimes.isolation import can_isolate, run_isolated
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, RowText
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners
 from braidrl.training.objective import Accumulated, UpdateCounts
@@ -64,6 +66,8 @@ class RankBackend:
         self.exchange, self.waves = ShardExchange(world, interrupts, trace), 0
         self.accumulated: dict[str, Accumulated] = {}
         """The objectives of each role's next optimizer step, of a session."""
+        self.deaths = RowDeaths()
+        """The rows that have ended ranks of the run."""
 
     def publish(self, version: int) -> None:
         self.executor.publish(version)
@@ -135,8 +139,18 @@ class RankBackend:
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
         """Run a stage where its rows are; inference is balanced first.
 
-        In a `segment` ranks exchange results, and end rows early.
+        In a `segment` ranks exchange results, and end rows early, unless rows are isolated.
         """
+
+        def run(stage: Stage, rows: Shard) -> Shard:
+            return self._run(stage, rows, iteration, sums)
+
+        if self.deaths.isolates and can_isolate(stage) and self.deaths.concern(uids := table.index.uids()):
+            return run_isolated(run, stage, table, uids, self.deaths)
+        return self._run(stage, table, iteration, sums, segment)
+
+    def _run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
+        """Run a stage on all rows of a table at once."""
         self.exchange.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
         stop = None

@@ -86,8 +86,13 @@ class Regrouping:
         """Keep only the state on which the members agreed, copied for the present ranks."""
         if self.is_copied:
             self.replica.copy_again(state.step, backend.executor)
+        self.learn_rows(backend)
         self.states = {state.step: state}
         self.members, self.is_loading = self.world.members, False
+
+    def learn_rows(self, backend: RankBackend) -> None:
+        """Let the backends of all members isolate the same rows."""
+        backend.deaths.learn(self.world.isolated_rows())
 
     def _with_new_owners(self, state: RunState) -> RunState | None:
         """Return a state whose waiting rows are on the present ranks; None if some were on a lost one."""

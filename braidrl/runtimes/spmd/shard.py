@@ -21,11 +21,12 @@ from braidrl.cluster.world import World
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
 from braidrl.data.packing import balanced_partition
-from braidrl.data.rows import Column, Rows, named_rows, tokens_of
+from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Span, TraceWriter, traced
 from braidrl.runtimes.interfaces import Interrupts
+from braidrl.runtimes.isolation import can_isolate
 
 IN_PLACE = 1.1
 """Rows stay in place if the fullest rank then has at most this much more work than after the best partition."""
@@ -178,14 +179,14 @@ class ShardExchange:
     @contextmanager
     def working(self, stage: Stage, rows: Rows) -> Iterator[Span]:
         """Trace the work on rows, and name them if it fails."""
-        self.world.rows = named_rows(rows.uids() if "group" in rows else ())
+        uids = rows.uids() if "group" in rows else ()
         about = {"rows": len(rows), "tokens": tokens_of(rows), "version": self.version}
         with (
             traced(self.trace, stage.role or "compute", stage.name, self.iteration, **about) as done,
             self.world.supervised("what ranks compute together"),
+            self.world.working(uids, may_end_rank=can_isolate(stage)),
         ):
             yield done
-        self.world.rows = ""
 
 
 @dataclass(frozen=True)

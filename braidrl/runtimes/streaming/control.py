@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.data.codec import decode
 from braidrl.data.messages import Frame
-from braidrl.data.rows import Uid
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
@@ -49,8 +49,6 @@ from braidrl.runtimes.streaming.work import (
 )
 from braidrl.weights.versions import UNKNOWN, LoadingSchedule
 
-DEATHS_OF_ROW = 3
-"""Engines that may end with a row; it then stays without a response."""
 OF_LEADERS = Stepped | WeightsGiven | NewWeights | OrderDone
 
 
@@ -101,12 +99,8 @@ class ControlPlane(QueueController):
         self.holders: dict[str, WorkerHolder] = {}
         self.gone: set[str] = set()
         """Workers that were dead or have left: their late messages do not bring them back."""
-        self.deaths = Counter[tuple[str, Uid]]()
-        """How many workers have ended while they had a row of a consumer."""
-        self.suspects, self.left_out = set[Uid](), set[Uid]()
-        """Rows with which as many engines have ended that the next one gets them alone, and those that no engine draws
-        any more.
-        """
+        self.deaths = RowDeaths()
+        """The rows of each consumer with which workers have ended; an engine gets suspects alone."""
         self.weights, self.activity = Versions(exported), Activity()
         self.copies: dict[str, Copy] = {}
         """The source weights of a due train stage's update without a loss."""
@@ -374,23 +368,13 @@ class ControlPlane(QueueController):
             self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.location is not None}
             for stream in self.streams:
                 for lease in stream.tasks.leases.of(holder) if died else ():
-                    rows = stream.tasks.left(lease)
-                    self.deaths.update((lease.task, row) for row in rows)
-                    if stream.consumers.by_name[lease.task].kind is Kind.GENERATE:
-                        self._suspect(lease.task, rows)
+                    rows, draws = stream.tasks.left(lease), lease.task in stream.consumers.generating
+                    self.activity.left_out += len(self.deaths.record(lease.task, rows, isolates=draws))
                 stream.tasks.give_up(stream.tasks.leases.of(holder))
             # A worker that never registered has written nothing.
             if gone is not None:
                 referenced = {block.name for block in self.held.counts if block.address == gone.address}
                 self.data.abandon(gone.address, holder, referenced)
-
-    def _suspect(self, task: str, rows: Sequence[Uid]) -> None:
-        """Give rows to one engine alone after all but the last of the deaths that leave a row out."""
-        out = {row for row in rows if self.deaths[task, row] >= DEATHS_OF_ROW}
-        self.activity.left_out += len(out - self.left_out)
-        self.left_out |= out
-        self.suspects -= out
-        self.suspects |= {row for row in rows if self.deaths[task, row] == DEATHS_OF_ROW - 1}
 
     def train_again(self, version: int) -> bool:
         """Repeat the training towards the version after this one, with all rows as they are.
@@ -515,7 +499,7 @@ class ControlPlane(QueueController):
             playing = sum(lease.left for generating, lease in leases if "environment" in generating.stages[0].params)
             most = min(most, self.episodes - playing)
         version = version if stream is self.training else None
-        return stream.take(name, request, most, self.clock(), seconds, version, self.suspects, self.left_out)
+        return stream.take(name, request, most, self.clock(), seconds, version, self.deaths)
 
     def _step(self, request: TakeWork) -> Step | Give | None:
         """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither

@@ -24,6 +24,7 @@ from braidrl.cluster.membership import Members, Membership, RepairBudget, member
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
+from braidrl.cluster.row_deaths import left_out_line
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import Meeting, World, elastic_world, world_at
 from braidrl.config import parse_config
@@ -44,7 +45,7 @@ from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.replicas import are_copied, are_replicated, fit
 from braidrl.runtimes.streaming.consumers import Consumers
-from braidrl.runtimes.streaming.control import DEATHS_OF_ROW, ControlPlane
+from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group
 from braidrl.runtimes.streaming.ranks import Rank, leader_of
@@ -60,8 +61,6 @@ READY_LIMIT_S = 600.0
 PEERS_LIMIT_S = 10.0
 """Seconds that a rank without peers waits for their error."""
 ROWS_GROUP = Group(ROWS, "rows", None, (), 1)
-NAMED = 8
-"""The most rows that a message names."""
 PREEMPTED = "preempted"
 """The kind of failure of a process that was asked to leave."""
 
@@ -212,21 +211,15 @@ class Processes:
             self._lose_trainer(killed)
             return
         if not self.repairs.spend():
-            most = self.control.deaths.most_common(NAMED)
-            rows = [uid for (_, uid), count in most if count >= DEATHS_OF_ROW]
-            suspects = f"; rows that {DEATHS_OF_ROW} or more lost workers had: {rows}" if rows else ""
             raise WorkerError(
                 f"{killed.group.name} {killed.number} is gone ({killed.process.describe_end()}), after "
                 f"{self.repairs.per_hour} other losses within an hour; look for their common cause, or raise "
-                f"streaming.repairs_per_hour={self.repairs.per_hour}{suspects}"
+                f"streaming.repairs_per_hour={self.repairs.per_hour}{self.control.deaths.frequent()}"
             )
-        before = set(self.control.left_out)
+        before = set(self.control.deaths.left_out)
         self.restart(peers)
-        for uid in sorted(self.control.left_out - before):
-            tell(
-                f"row {uid} (source, group, sample) is left out: {DEATHS_OF_ROW} engines have ended with it, the last "
-                f"while it ran alone ({killed.process.describe_end()}); it stays without a response"
-            )
+        for row in sorted(self.control.deaths.left_out - before):
+            tell(left_out_line(row, "engines", killed.process.describe_end()))
 
     def _lose_trainer(self, lost: Member) -> None:
         """Let the ranks that are left continue from memory; the lost one starts again, and joins them later.

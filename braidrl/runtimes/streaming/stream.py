@@ -3,12 +3,13 @@
 admit ──▶ table ◀──take: payload locations─▶ complete: index columns ─▶ verdicts ─▶ close the batch ─▶ publish ─▶ record
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Rows, Uid
@@ -185,16 +186,15 @@ class Stream:
         now: float,
         seconds: float,
         version: int | None,
-        suspects: Set[Uid] = frozenset(),
-        left_out: Set[Uid] = frozenset(),
+        deaths: RowDeaths,
     ) -> tuple[LeasedRows, Sequence[Frame]] | None:
         """Lease up to `most` rows of a consumer to the worker that requests them, or return None.
 
-        `version` is the one that the worker's engine holds, and `left_out` are the rows that it must not draw; other
-        arguments are as for `StreamSchedule.take`.
+        `version` is the one that the worker's engine holds, and `deaths` has the rows that it must not draw, or alone;
+        other arguments are as for `StreamSchedule.take`.
         """
         schedule = self.schedule
-        lease = schedule.take(name, request.holder, now, seconds, most, version, request.ranks, suspects)
+        lease = schedule.take(name, request.holder, now, seconds, most, version, request.ranks, deaths.suspects)
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
@@ -213,8 +213,8 @@ class Stream:
             payload=payload,
             states={s.name: self.states[s.name] for s in consumer.stages if s.state},
         )
-        if consumer.kind is Kind.GENERATE and left_out:
-            answer.left_out = [n for n, uid in enumerate(uids) if uid in left_out]
+        if consumer.kind is Kind.GENERATE and deaths.left_out:
+            answer.left_out = [n for n, uid in enumerate(uids) if uid in deaths.left_out]
         if self.partial_rollout and consumer.kind is Kind.GENERATE:
             answer.to_the_end = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
