@@ -22,7 +22,7 @@ from braidrl.cluster.devices import (
 from braidrl.config import Config
 from braidrl.errors import Problems, UserError
 from braidrl.observe.progress import Terminal
-from braidrl.runtimes.memory.budget import CACHE, ENGINE, Footprint, footprint, in_units, moving, peak
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, FREED, PANELS, Footprint, footprint, in_units, moving, peak
 from braidrl.runtimes.prepare.checks import check_names, without_effect
 from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
@@ -97,6 +97,7 @@ def checked_and_shown(config: Config, console: Console) -> list[tuple[DeviceGrou
 
 REMEDIES = {
     CACHE: "lower rollout.slots or rollout.max_response_tokens",
+    PANELS: "write rollout.compile=false",
     ENGINE: "give the engine devices of its own, or divide it by rollout.tensor",
     "logits": "lower trainer.max_tokens_per_device",
     "activations": "set trainer.activation_checkpointing=true, or lower trainer.max_tokens_per_device",
@@ -170,8 +171,9 @@ def show(
         console.print(table)
         computes = any(usage.working for usage in footprints)
         if resting := [usage for usage in footprints if computes and CACHE in usage.resident]:
-            names = ", ".join(f"{usage.use.role} {in_units(usage.resident[CACHE])}" for usage in resting)
-            console.print(f"keys and values that leave while roles infer or train: {names}", soft_wrap=True)
+            sizes = [(usage.use.role, sum(usage.resident.get(part, 0) for part in FREED)) for usage in resting]
+            names = ", ".join(f"{role} {in_units(size)}" for role, size in sizes)
+            console.print(f"an engine's memory that leaves while roles infer or train: {names}", soft_wrap=True)
         if moved:
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)

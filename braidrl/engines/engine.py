@@ -230,4 +230,4 @@ class EngineMemory:
     model: nn.Module
     """The model that decodes; the trainer's own module if shared."""
     cache_bytes: int
-    """Bytes of keys and values of all its slots."""
+    """Bytes that are freed while it does not generate: keys and values of all its slots, and packed weights."""

@@ -5,6 +5,7 @@ twice as fast there. From 16 rows on, both give a row the same bits for any numb
 for 512 bits, so MKL reaches its full rate there: forward products use oneDNN, and a weight's gradient uses MKL.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -56,26 +57,46 @@ def has_row_product(dtype: torch.dtype) -> bool:
     return library("products", dtype) is not None
 
 
-@cache
-def decodes_by_row_product(dtype: torch.dtype) -> bool:
-    """Return True if `row_product` is the faster one for decoding on this processor.
+PANEL = 16
+"""Rows of a weight in the widest panel of `products.c`."""
+PACKED = 1 << 30
+"""Bytes of float32 matrices that are packed, at most: reading more of them takes longer than packing on the fly."""
 
-    On AVX2 a float32 product of 1 row takes a fifth of the time of torch's 16, and 16 to 256 rows take as long as
-    torch's; bfloat16 products without bfloat16 units take a fifth. With units of 512 bits 1 to 16 rows take a third to
-    four fifths, but 128 rows 1.1 to 1.3 times as long, so torch multiplies.
+
+def panels_size(weight: Tensor) -> int:
+    """Return how many numbers a matrix (N, K) has in whole panels."""
+    return -(-weight.shape[-2] // PANEL) * PANEL * weight.shape[-1]
+
+
+def packed_bytes(weights: Sequence[Tensor]) -> int:
+    """Return the bytes of matrices (N, K) or (E, N, K) packed; 0 if they are better packed on the fly."""
+    size = 4 * sum(weight.shape[:-2].numel() * panels_size(weight) for weight in weights)
+    return size if size <= PACKED and all(weight.dtype == torch.float32 for weight in weights) else 0
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Return a weight (N, K) in the order in which `row_product` reads it, float32, with N rounded up to whole
+    panels.
     """
-    return has_row_product(dtype) and not (dtype == torch.float32 and "avx512f" in processor().get("flags", "").split())
+    panels = torch.empty(panels_size(weight))
+    columns, inner = weight.shape
+    library("products", weight.dtype).pack(
+        address(weight, weight.dtype), address(panels, torch.float32), inner, columns, torch.get_num_threads()
+    )
+    return panels
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, panels: Tensor | None = None) -> Tensor:
     """Return x (M, K) @ weight (N, K).T + bias (N,), (M, N), without gradients; a row has the same bits for any number
-    of rows M, and few rows cost little more than reading the weight. Raises MemoryError.
+    of rows M, and few rows cost little more than reading the weight. `panels` are those of `packed(weight)`, if it is
+    used often. Raises MemoryError.
     """
     dtype = x.dtype
     out = x.new_empty((len(x), len(weight)))
     done = library("products", dtype).product(
         address(x, dtype),
         address(weight, dtype),
+        None if panels is None else address(panels, torch.float32),
         None if bias is None else address(bias, dtype),
         address(out, dtype),
         len(x),

@@ -1,8 +1,12 @@
-/* Products of rows with a weight, out = x @ weight.T + bias, whose bits do not depend on the number of rows: each result is one dot
-   product, summed in vectors along the inner dimension in one order.
+/* Products of rows with a weight, out = x @ weight.T + bias, whose bits do not depend on the number of rows: each result is summed
+   over the inner dimension in one order, in parts of PART numbers.
 
-   Threads share the weight's rows, and each reads its own once for a block of x's rows. A tile of ROWS x COLUMNS results stays in
-   registers. The cost of few rows is that of reading the weight.
+   The weight is read as panels of WIDTH of its rows (columns of out), one number of each row beside the other:
+
+       weight (columns, inner) ──pack──▶ panels (columns / WIDTH, inner, WIDTH)
+
+   A tile of rows times panels of results stays in registers, so few rows cost little more than reading the weight, and many rows
+   come near the processor's peak. A weight that is used often is packed once; otherwise each thread packs the panels that it needs.
 
    Sums stay in the order in which they are written: for other numbers of rows a compiler would find other orders. */
 #ifdef __clang__
@@ -15,152 +19,152 @@
 
 #ifdef __AVX512F__
 #define WIDTH 16
-#define ROWS 6
+#define ROWS 8 /* of a tile, at most */
+#define BELOW_FOUR 4 /* panels of a tile with 2 to 4 rows */
 #else
 #define WIDTH 8
-#define ROWS 3
+#define ROWS 4
+#define BELOW_FOUR 3
 #endif
-#define COLUMNS 4
-#define CACHED 65536 /* numbers of x that a block of rows has, so that it stays in a core's cache */
+#define PANELS 8 /* of a tile with one row: as many sums as a processor adds at once */
+#define PART 256
 typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float quad __attribute__((vector_size(16)));
-typedef int32_t lanes __attribute__((vector_size(WIDTH == 16 ? 64 : 16)));
+typedef int32_t lanes __attribute__((vector_size(4 * WIDTH)));
 
-/* Loads a vector once: compilers would rather load it for each of its products, and loads are what is scarce. */
+/* Keeps a vector in a register: compilers would rather load it for each of its products, and loads are what is scarce. */
 #ifdef __x86_64__
 #define IN_REGISTER(v) __asm__("" : "+v"(v))
 #else
 #define IN_REGISTER(v)
 #endif
 
-/* The sums of four vectors' numbers: halves are added until one number of each is left. */
-#if WIDTH == 16
-#define HALVES(a, b, i, j, k, l)                                                                                        \
-    __builtin_shuffle(a, b, (lanes){i, i + 1, i + 2, i + 3, j, j + 1, j + 2, j + 3, k, k + 1, k + 2, k + 3, l, l + 1,     \
-                                    l + 2, l + 3})
-static inline quad sums_of(vector a, vector b, vector c, vector d) {
-    vector ab = HALVES(a, b, 0, 4, 16, 20) + HALVES(a, b, 8, 12, 24, 28);
-    vector cd = HALVES(c, d, 0, 4, 16, 20) + HALVES(c, d, 8, 12, 24, 28);
-    vector all = HALVES(ab, cd, 0, 8, 16, 24) + HALVES(ab, cd, 4, 12, 20, 28);
-    all += __builtin_shuffle(all, (lanes){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
-    all += __builtin_shuffle(all, (lanes){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
-    all = __builtin_shuffle(all, (lanes){0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12});
-    quad sums;
-    memcpy(&sums, &all, sizeof sums);
-    return sums;
-}
-#else
-static inline quad folded(vector x) {
-    quad low, high;
-    memcpy(&low, &x, sizeof low);
-    memcpy(&high, (const float *)&x + 4, sizeof high);
-    return low + high;
-}
+static inline int panels_of(int rows) { return rows == 1 ? PANELS : rows <= 4 ? BELOW_FOUR : 3; }
 
-static inline quad sums_of(vector a, vector b, vector c, vector d) {
-    quad p = folded(a), q = folded(b), r = folded(c), s = folded(d);
-    quad ab = __builtin_shuffle(p, q, (lanes){0, 4, 1, 5}) + __builtin_shuffle(p, q, (lanes){2, 6, 3, 7});
-    quad cd = __builtin_shuffle(r, s, (lanes){0, 4, 1, 5}) + __builtin_shuffle(r, s, (lanes){2, 6, 3, 7});
-    return __builtin_shuffle(ab, cd, (lanes){0, 1, 4, 5}) + __builtin_shuffle(ab, cd, (lanes){2, 3, 6, 7});
-}
-#endif
-
-static inline __attribute__((always_inline)) void tile(const float *restrict x, const float *restrict w, int64_t inner, int rows,
-                                                       int columns, float sums[ROWS][COLUMNS]) {
-    vector total[ROWS][COLUMNS];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) total[r][c] = (vector){0};
-    for (int64_t k = 0; k < inner; k += WIDTH) {
-        vector left[ROWS];
-        for (int r = 0; r < rows; r++) {
-            left[r] = *(const vector *)(x + r * inner + k);
-            IN_REGISTER(left[r]);
-        }
-        for (int c = 0; c < columns; c++) {
-            vector right = *(const vector *)(w + c * inner + k);
-            IN_REGISTER(right);
-            for (int r = 0; r < rows; r++) total[r][c] += left[r] * right;
-        }
+/* WIDTH rows of a weight as one panel: perfect shuffles of rows, as many as WIDTH has bits, transpose a block of WIDTH x WIDTH. */
+static void pack_panel(const number *restrict weight, int64_t inner, int wide, float *restrict panel) {
+    lanes low, high;
+    for (int i = 0; i < WIDTH; i++) {
+        low[i] = i / 2 + (i & 1) * WIDTH;
+        high[i] = low[i] + WIDTH / 2;
     }
-    for (int r = 0; r < rows; r++) {
-        quad all = sums_of(total[r][0], columns > 1 ? total[r][1] : (vector){0}, columns > 2 ? total[r][2] : (vector){0},
-                           columns > 3 ? total[r][3] : (vector){0});
-        memcpy(sums[r], &all, sizeof all);
+    int64_t k = 0;
+    for (; wide == WIDTH && k + WIDTH <= inner; k += WIDTH) {
+        vector block[WIDTH], shuffled[WIDTH];
+        for (int r = 0; r < WIDTH; r++)
+            for (int i = 0; i < WIDTH; i++) block[r][i] = load(weight[r * inner + k + i]);
+        for (int bits = 1; bits < WIDTH; bits *= 2) {
+            for (int r = 0; r < WIDTH / 2; r++) {
+                shuffled[2 * r] = __builtin_shuffle(block[r], block[r + WIDTH / 2], low);
+                shuffled[2 * r + 1] = __builtin_shuffle(block[r], block[r + WIDTH / 2], high);
+            }
+            memcpy(block, shuffled, sizeof block);
+        }
+        memcpy(panel + k * WIDTH, block, sizeof block);
+    }
+    for (; k < inner; k++)
+        for (int r = 0; r < WIDTH; r++) panel[k * WIDTH + r] = r < wide ? load(weight[r * inner + k]) : 0;
+}
+
+/* weight (columns, inner) as panels (ceil(columns / WIDTH), inner, WIDTH). */
+void pack(const number *weight, float *panels, int64_t inner, int64_t columns, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t c = 0; c < columns; c += WIDTH)
+        pack_panel(weight + c * inner, inner, columns - c < WIDTH ? (int)(columns - c) : WIDTH, panels + c * inner);
+}
+
+static inline __attribute__((always_inline)) void tile(const float *restrict x, const float *restrict panels, int64_t inner,
+                                                       int rows, int wide, vector sums[ROWS][PANELS]) {
+    for (int64_t first = 0; first < inner; first += PART) {
+        int64_t end = first + PART < inner ? first + PART : inner;
+        vector total[ROWS][PANELS];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < wide; c++) total[r][c] = (vector){0};
+        for (int64_t k = first; k < end; k++) {
+            vector right[PANELS];
+            for (int c = 0; c < wide; c++) right[c] = *(const vector *)(panels + (c * inner + k) * WIDTH);
+            for (int r = 0; r < rows; r++) {
+                vector left = x[r * inner + k] - (vector){0};
+                IN_REGISTER(left);
+                for (int c = 0; c < wide; c++) total[r][c] += left * right[c];
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < wide; c++) {
+                if (first) total[r][c] += sums[r][c];
+                sums[r][c] = total[r][c];
+            }
     }
 }
 
-/* A function for each number of rows and columns, so that the loops above have constant bounds. */
+/* A function for each number of rows and panels, so that the loops above have constant bounds. */
 #define TILE(r, c)                                                                                                      \
     case r * 16 + c:                                                                                                    \
-        tile(x, w, inner, r, c, sums);                                                                                  \
+        tile(x, panels, inner, r, c, sums);                                                                             \
         break;
-#define TILES(r) TILE(r, 1) TILE(r, 2) TILE(r, 3) TILE(r, 4)
-static void tile_of(const float *x, const float *w, int64_t inner, int rows, int columns, float sums[ROWS][COLUMNS]) {
-    switch (rows * 16 + columns) {
-        TILES(1) TILES(2) TILES(3)
-#if ROWS > 3
-        TILES(4) TILES(5) TILES(6)
+#define TILES(r) TILE(r, 1) TILE(r, 2) TILE(r, 3)
+static void tile_of(const float *x, const float *panels, int64_t inner, int rows, int wide, vector sums[ROWS][PANELS]) {
+    switch (rows * 16 + wide) {
+        TILES(1) TILES(2) TILES(3) TILES(4)
+        TILE(1, PANELS)
+#if ROWS > 4
+        TILE(2, 4) TILE(3, 4) TILE(4, 4)
+        TILES(5) TILES(6) TILES(7) TILES(8)
 #endif
     }
 }
 
-/* Rows of numbers as float32, padded with 0 to a multiple of WIDTH. */
-static void widened(const number *restrict from, int64_t rows, int64_t inner, int64_t padded, float *restrict to) {
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t i = 0; i < inner; i++) to[r * padded + i] = load(from[r * inner + i]);
-        for (int64_t i = inner; i < padded; i++) to[r * padded + i] = 0;
+/* Products of some rows x (rows, inner) with `wide` panels, whose first column is `column`; out has `columns`. */
+static void multiply(const float *x, const float *panels, const number *bias, number *out, int rows, int64_t inner, int wide,
+                     int64_t column, int64_t columns) {
+    vector sums[ROWS][PANELS];
+    for (int done = 0, now; done < wide; done += now) {
+        int left = wide - done;
+        now = left >= panels_of(rows) ? panels_of(rows) : left < 3 ? left : 3;
+        tile_of(x, panels + done * inner * WIDTH, inner, rows, now, sums);
+        int64_t first = column + done * WIDTH, count = columns - first < now * WIDTH ? columns - first : now * WIDTH;
+        for (int r = 0; r < rows; r++) {
+            const float *from = (const float *)sums[r];
+            number *to = out + r * columns + first;
+            for (int64_t c = 0; c < count; c++) to[c] = store(bias ? from[c] + load(bias[first + c]) : from[c]);
+        }
     }
 }
 
-/* x (rows, inner), weight (columns, inner), bias (columns) or NULL, out (rows, columns). Returns 0 without memory. */
-int product(const number *x, const number *weight, const number *bias, number *out, int64_t rows, int64_t inner,
-            int64_t columns, int threads) {
-    int64_t padded = (inner + WIDTH - 1) / WIDTH * WIDTH, block = CACHED / padded / ROWS * ROWS;
-    if (block < ROWS) block = ROWS;
-    if (block > rows) block = rows;
-    int direct = sizeof(number) == sizeof(float) && padded == inner, failed = 0;
+/* x (rows, inner), bias (columns) or NULL, out (rows, columns), and a weight (columns, inner) or its panels; the other one is NULL.
+   Returns 0 without memory. */
+int product(const number *x, const number *weight, const float *packed, const number *bias, number *out, int64_t rows,
+            int64_t inner, int64_t columns, int threads) {
+    int64_t all = (columns + WIDTH - 1) / WIDTH, tiles = (rows + ROWS - 1) / ROWS;
+    int high = rows ? (int)((rows + tiles - 1) / tiles) : 1, group = panels_of(high), failed = 0;
+    int is_wide = sizeof(number) == sizeof(float);
+    float *left = is_wide ? (float *)x : malloc(sizeof(float) * (size_t)(rows * inner + 1));
+    if (!left) return 0;
+    for (int64_t i = 0; !is_wide && i < rows * inner; i++) left[i] = load(x[i]);
 #pragma omp parallel num_threads(threads)
     {
-        float *memory = direct ? NULL : aligned_alloc(64, sizeof(float) * (size_t)((block + COLUMNS) * padded + 15) / 64 * 64 + 64);
-        if (!direct && !memory) {
+        float *memory = packed ? NULL : aligned_alloc(64, sizeof(float) * (size_t)(group * inner + 16) * WIDTH);
+        if (!packed && !memory) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp barrier
-        for (int64_t first = 0; first < rows && !failed; first += block) {
-            int64_t count = first + block < rows ? block : rows - first;
-            const float *left = (const float *)(x + first * inner);
-            if (!direct) {
-                widened(x + first * inner, count, inner, padded, memory);
-                left = memory;
+#pragma omp for schedule(static)
+        for (int64_t j = 0; j < (all + group - 1) / group; j++) {
+            int64_t first = j * group;
+            int wide = all - first < group ? (int)(all - first) : group;
+            if (failed) continue;
+            for (int64_t p = 0; !packed && p < wide; p++) {
+                int64_t column = (first + p) * WIDTH;
+                pack_panel(weight + column * inner, inner, columns - column < WIDTH ? (int)(columns - column) : WIDTH,
+                           memory + p * inner * WIDTH);
             }
-#pragma omp for schedule(static) nowait
-            for (int64_t j = 0; j < (columns + COLUMNS - 1) / COLUMNS; j++) {
-                int64_t c = j * COLUMNS;
-                int wide = columns - c < COLUMNS ? (int)(columns - c) : COLUMNS;
-                const float *right = (const float *)(weight + c * inner);
-                if (!direct) {
-                    widened(weight + c * inner, wide, inner, padded, memory + block * padded);
-                    right = memory + block * padded;
-                }
-                float added[COLUMNS] = {0};
-                for (int k = 0; bias && k < wide; k++) added[k] = load(bias[c + k]);
-                for (int64_t r = 0; r < count; r += ROWS) {
-                    int high = count - r < ROWS ? (int)(count - r) : ROWS;
-                    float sums[ROWS][COLUMNS];
-                    tile_of(left + r * padded, right, padded, high, wide, sums);
-                    for (int i = 0; i < high; i++) {
-                        number *to = out + (first + r + i) * columns + c;
-                        for (int k = 0; k < COLUMNS; k++) sums[i][k] += added[k];
-                        if (wide == COLUMNS)
-                            for (int k = 0; k < COLUMNS; k++) to[k] = store(sums[i][k]);
-                        else
-                            for (int k = 0; k < wide; k++) to[k] = store(sums[i][k]);
-                    }
-                }
-            }
+            const float *panels = packed ? packed + first * inner * WIDTH : memory;
+            for (int64_t r = 0; r < rows; r += high)
+                multiply(left + r * inner, panels, bias, out + r * columns, rows - r < high ? (int)(rows - r) : high, inner, wide,
+                         first * WIDTH, columns);
         }
         free(memory);
     }
+    if (!is_wide) free(left);
     return !failed;
 }

@@ -21,8 +21,8 @@ from braidrl.flow import Kind
 from braidrl.plan.problem import USABLE, Model, Problem
 from braidrl.plan.rates import Cost
 from braidrl.runtimes.memory.budget import (
-    CACHE,
     ENGINE,
+    FREED,
     EngineUse,
     RoleDeployment,
     assets,
@@ -202,7 +202,7 @@ class Choices:
             resident, working = role_memory(use)
             if part == "generate":
                 # The trainer's own memory is counted with its model part.
-                resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
+                resident, working = {name: size for name, size in resident.items() if name in (ENGINE, *FREED)}, {}
             if largest_stage(resident) + sum(working.values()) > room:
                 continue
             costs = {s.name: self.problem.stage_cost(model.role, s, use, group, devices, apart) for s in stages}

@@ -19,7 +19,7 @@ from braidrl.cli.commands import app
 from braidrl.cli.dry_run import dry_run
 from braidrl.config import Config, load_config
 from braidrl.errors import UserError
-from braidrl.runtimes.memory.budget import ENGINE, IMAGES, RoleUse, peak
+from braidrl.runtimes.memory.budget import ENGINE, FREED, IMAGES, PANELS, RoleUse, peak
 from tests.cases import soak_but
 from tests.tiny import ROOT, TOKENIZER, Workshop, load_module
 
@@ -65,11 +65,12 @@ def test_every_runtime_puts_its_roles_on_devices(workshop: Workshop, sections: A
 def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(workshop: Workshop) -> None:
     ((_, footprints),) = dry_run(workshop.config(**PPO), Console(file=StringIO()))
     by_role = {one.use.role: one for one in footprints}
-    assert by_role["actor"].resident.keys() - by_role["critic"].resident.keys() == {"keys and values"}
+    assert by_role["actor"].resident.keys() - by_role["critic"].resident.keys() == set(FREED)
     assert by_role["reference"].resident.keys() == {"weights"}
     working = [sum(one.working.values()) for one in footprints]
-    staying = sum(size for one in footprints for part, size in one.resident.items() if part != "keys and values")
-    assert peak(footprints) == staying + max(*working, by_role["actor"].resident["keys and values"]) < 2**30
+    staying = sum(size for one in footprints for part, size in one.resident.items() if part not in FREED)
+    generating = sum(by_role["actor"].resident[part] for part in FREED)
+    assert peak(footprints) == staying + max(*working, generating) < 2**30
 
 
 def test_an_engine_that_sleeps_takes_no_keys_and_values_while_others_work(workshop: Workshop) -> None:
@@ -81,7 +82,7 @@ def test_an_engine_that_sleeps_takes_no_keys_and_values_while_others_work(worksh
         for parts in zip(*((one.resident, one.working) for one in footprints), strict=True)
     )
     assert cache > working and peak(footprints) == everything
-    assert "keys and values that leave while roles infer or train: actor" in shown.getvalue()
+    assert "that leaves while roles infer or train: actor" in shown.getvalue()
 
 
 def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop: Workshop) -> None:
@@ -97,7 +98,7 @@ def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop
     for role in ("actor", "critic"):
         assert found[role] == {**plain[role], "weights to infer with": plain[role]["weights"] // 2}
     assert found["reference"] == plain["reference"]
-    generating = plain["actor"]["weights"] + plain["actor"]["keys and values"]
+    generating = plain["actor"]["weights"] + sum(plain["actor"][part] for part in FREED)
     resident(inference_layout={"tensor": 2}, resident_gib=generating * 1.001 / 2**30)
     assert "actor inference" in shown.getvalue() and "critic inference" in shown.getvalue()
 
@@ -134,11 +135,12 @@ def test_policies_on_a_shared_base_count_it_and_its_engine_once(workshop: Worksh
 
 
 def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop) -> None:
-    def resident(**rollout: str) -> set[str]:
+    def resident(**rollout: Any) -> set[str]:
         ((_, (actor, *_)),) = dry_run(workshop.config(rollout=rollout), Console(file=StringIO()))
         return set(actor.resident)
 
-    assert resident() - resident(engine="http", servers="http://127.0.0.1:9") == {"keys and values"}
+    assert resident() - resident(engine="http", servers="http://127.0.0.1:9") == set(FREED)
+    assert resident() - resident(compile=False) == {PANELS}
 
 
 def test_dry_run_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:

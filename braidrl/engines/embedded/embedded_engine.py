@@ -238,7 +238,8 @@ class EmbeddedEngine(SteppingEngine):
         model = self.model
         layers, of_all = len(local_layers(model)), len(body_of(model).layers)
         every = cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
-        return EngineMemory(model, every * layers // of_all)
+        packed_bytes = 0 if self._native is None else self._native.packed_bytes
+        return EngineMemory(model, every * layers // of_all + packed_bytes)
 
     @property
     def in_flight(self) -> int:
@@ -258,7 +259,10 @@ class EmbeddedEngine(SteppingEngine):
         if self.adapters is not None:
             self.adapters.changes += 1
         if self._native is not None:
-            self._native.refresh()
+            # Rows that are under way go on with the new weights; else these are packed when rows start.
+            self._native.release()
+            if self._rows:
+                self._native.refresh()
         if self.images is not None and self.images.tower_changes:
             self.images.clear()
         self._prompts.clear()
@@ -554,6 +558,8 @@ class EmbeddedEngine(SteppingEngine):
         self._positions = self._steps = 0
         if release or self._graphs is None:
             self._cache.release()
+            if self._native is not None:
+                self._native.release()
             self._states = SlotStates.idle(self.slots, self._log_prob_dtype, self.model.device)
         else:
             self._states.end(range(self.slots))

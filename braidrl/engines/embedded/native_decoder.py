@@ -1,5 +1,5 @@
-"""One decode step of a Llama-like model on the CPU by compiled kernels; matrix products by torch, or by one of them
-where torch is slow.
+"""One decode step of a Llama-like model on the CPU by compiled kernels; matrix products by one of them too, or by torch
+on processors that multiply bfloat16.
 
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
@@ -26,7 +26,7 @@ from braidrl.engines.embedded.adapters import PolicyAdapters, SideBySide
 from braidrl.engines.embedded.sharded_decoding import SendHidden
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
 from braidrl.native.building import address, library
-from braidrl.native.linear import ProductLinear, decodes_by_row_product, has_row_product, product, row_product
+from braidrl.native.linear import ProductLinear, has_row_product, packed, packed_bytes, product, row_product
 from braidrl.training.compute.experts import ExpertProducts, Sorting
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.decoders.body import decoder_of
@@ -261,14 +261,34 @@ class NativeDecoder:
         self._known = -1
         self._policies: Tensor | None = None
         """The number of the policy of each token in this step."""
-        self._product = row_product if decodes_by_row_product(model.dtype) else product
-        self.row_multiple = 4 if self._product is row_product else ROW_MULTIPLE
-        """Tokens of a step are a multiple of this: a tile of the product, or what gives a row the same bits."""
+        self._by_row = has_row_product(model.dtype)
+        self.row_multiple = 4 if self._by_row else ROW_MULTIPLE
+        """Tokens of a step are a multiple of this: few sizes of steps, or what gives a row the same bits."""
+        self._panels: dict[int, Tensor] = {}
+        """Each matrix in the order in which the product reads it, by its address."""
+        self._packed_as_of: list[tuple[int, int]] = []
+        """Addresses and versions of the matrices that are packed."""
         self._cached = config.num_key_value_heads, (width, width)
-        self.refresh()
+        self._look_up()
 
     def refresh(self) -> None:
-        """Look up the weights again, in case they have moved, and the adapters if they have changed."""
+        """Look up the weights again, in case they have moved, and pack them if they have, or are not packed."""
+        self._look_up()
+        now = [(matrix.data_ptr(), matrix._version) for matrix in self._matrices()]
+        if now != self._packed_as_of and self.packed_bytes:
+            self._panels = {
+                each.data_ptr(): packed(each)
+                for matrix in self._matrices()
+                for each in (matrix if matrix.dim() == 3 else [matrix])
+            }
+        self._packed_as_of = now
+
+    def release(self) -> None:
+        """Free the packed matrices: they are not needed, or the weights have changed."""
+        self._panels, self._packed_as_of = {}, []
+
+    def _look_up(self) -> None:
+        """Look up the weights, and the adapters if they have changed."""
         if self._adapters is not None and self._known != self._adapters.changes:
             self._known = self._adapters.changes
             self._beside.clear()
@@ -301,6 +321,30 @@ class NativeDecoder:
                     float(attention.scaling),
                 )
             )
+
+    @property
+    def packed_bytes(self) -> int:
+        return packed_bytes(self._matrices()) if self._by_row else 0
+
+    def _matrices(self) -> list[Tensor]:
+        """Return the matrices (N, K) of this rank's products, and those of all experts (E, N, K)."""
+        matrices = [layer.projections for layer in self._layers]
+        linears: list[Any] = [layer.output for layer in self._layers]
+        for layer in self._layers:
+            if isinstance(layer.mlp, Mixture):
+                matrices += [layer.mlp.gate_up, layer.mlp.down]
+            else:
+                matrices.append(layer.mlp.gate_up)
+                linears.append(layer.mlp.down)
+        if not isinstance(decoder_of(self._model).norm, SendHidden):
+            linears.append(self._model.get_output_embeddings())
+        return matrices + [linear.weight.detach() for linear in linears if is_plain(linear)]
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x (B, K) @ weight (N, K).T + bias (N,)."""
+        if not self._by_row:
+            return product(x, weight, bias)
+        return row_product(x, weight, bias, self._panels.get(weight.data_ptr()))
 
     def _adapters_of(self, layers: Sequence[nn.Module]) -> SideBySide | None:
         if self._adapters is None:
@@ -369,7 +413,7 @@ class NativeDecoder:
         _, weights, chosen = mixture.router(padded)
         sorting = Sorting.of(chosen[: len(x)])
         experts = chosen[: len(x)].reshape(-1)[sorting.order]
-        products = ExpertProducts(experts, len(mixture.down), row_product)
+        products = ExpertProducts(experts, len(mixture.down), self._product)
         gated = self.kernels.gated(products(sorting.rows_of(x), mixture.gate_up))
         return sorting.summed(products(gated, mixture.down), weights[: len(x)])
 
@@ -385,11 +429,16 @@ class NativeDecoder:
         if (adapters := self._adapters_of([module])) is not None:
             weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
             return self._adapted(self._product(x, weight, bias), x, adapters)
-        hooked = module._forward_pre_hooks or module._forward_hooks
-        if self._product is row_product and type(module) in (nn.Linear, ProductLinear) and not hooked:
-            return row_product(x, module.weight.detach(), None if module.bias is None else module.bias.detach())
+        if self._by_row and is_plain(module):
+            return self._product(x, module.weight.detach(), None if module.bias is None else module.bias.detach())
         applied: Tensor = module(x)
         return applied
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return True for a linear layer that does nothing but its product."""
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    return type(module) in (nn.Linear, ProductLinear) and not hooked
 
 
 def joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None]:

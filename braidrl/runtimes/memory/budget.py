@@ -7,10 +7,14 @@ configuration or candidate ──▶ RoleDeployment ──role_memory──▶ F
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.deployment import Deployment
 from braidrl.flow import Flow, Kind
+from braidrl.native.linear import PACKED
 from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, residency_plan
 from braidrl.training.loading import load_vision
 from braidrl.training.memory.footprint import (
@@ -26,8 +30,11 @@ from braidrl.training.role_settings import DTYPES, merges_adapters, settings_of,
 
 MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
+PANELS = "packed weights of the engine"
+FREED = (CACHE, PANELS)
+"""Parts that an engine has only while it generates."""
 IMAGES = "encoded images, at most"
-PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
+PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", PANELS: "engine", INFERENCE: "inference"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class EngineUse:
     """Tokens of the longest sequence."""
     divisor: int = 1
     own_weights: bool = False
+    packs: bool = False
+    """It decodes by compiled products, which read packed weights."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,9 @@ def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
             resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
         cache = cache_bytes(engine.shape.config, engine.shape.element_bytes, engine.slots, engine.tokens)
         resident[CACHE] = cache // engine.divisor
+        panels = engine.shape.parameters * torch.float32.itemsize // engine.divisor
+        if engine.packs and panels <= PACKED:
+            resident[PANELS] = panels
     uses = [use] if use.computes else []
     if use.computes and use.inference is not None:
         uses.append(replace(use, shape=use.plain, layout=use.inference, trained=False, inference=None))
@@ -189,7 +201,9 @@ def engine_use(
     lora = settings_of(role, config).lora if shape.trained < shape.parameters else None
     shares = rollout.engine == "embedded" and decoder.dtype == shape.dtype and layout.is_replicated and divisor == 1
     own_weights = not shares or (merges_adapters(lora, config) and not rollout.shared_base)
-    return EngineUse(decoder, slots, config.max_sequence_tokens, divisor, own_weights)
+    on_cpu = rollout.engine == "embedded" and rollout.compile and choose_device(config.device).type == "cpu"
+    packs = on_cpu and decoder.dtype == torch.float32 and (lora is None or own_weights)
+    return EngineUse(decoder, slots, config.max_sequence_tokens, divisor, own_weights, packs)
 
 
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
@@ -204,8 +218,9 @@ def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
 
 def at_once(resident: Sequence[Mapping[str, int]], working: int) -> int:
     """Return the peak bytes of resident roles that take turns: keys and values are never beside `working` bytes."""
-    caches = max(parts.get(CACHE, 0) for parts in resident)
-    return sum(size for parts in resident for part, size in parts.items() if part != CACHE) + max(working, caches)
+    generating = max(sum(parts.get(part, 0) for part in FREED) for parts in resident)
+    stays = sum(size for parts in resident for part, size in parts.items() if part not in FREED)
+    return stays + max(working, generating)
 
 
 def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.embedded.graphs import Recorder, StepGraphs
 from braidrl.engines.requests import Response, SamplingParams
+from braidrl.training.compute import experts
 from tests.cases import soak_but
 from tests.engines.tiny import CONFIGS, make_model, make_requests, make_tokenizer
 
@@ -87,7 +88,13 @@ def same(first: list[Response], second: list[Response]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", soak_but(["qwen3"], CONFIGS))
-def test_rows_are_the_same_to_the_bit_with_recorded_steps(name: str, dtype: torch.dtype) -> None:
+def test_rows_are_the_same_to_the_bit_with_recorded_steps(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "moe" in name and dtype == torch.float64:
+        pytest.skip("float64 has no grouped products, and one for each expert cannot be recorded")
+    # Steps are recorded on CUDA, which has no compiled products; a tape cannot repeat these.
+    monkeypatch.setattr(experts, "is_batch_invariant", lambda *_: False)
     requests = make_requests(8, 5, SamplingParams(temperature=0.8, max_tokens=40), apart=13)
     engine, graphs = recording_engine(name, dtype)
     assert same(engine.generate(requests), plain_engine(name, dtype).generate(requests))

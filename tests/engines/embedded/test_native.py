@@ -43,6 +43,38 @@ def test_tokens_are_those_of_the_models_own_forward(name: str) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_products_follow_weights_that_change_between_and_within_generations(name: str) -> None:
+    """Packed weights are copies: they change with a version, also under rows that are under way."""
+    tokens = []
+    for compile in (True, False):
+        engine = EmbeddedEngine(make_model(name), make_tokenizer(), Decoding(16, 128, compile=compile))
+        requests = make_requests(groups=2, samples=4, sampling=SamplingParams(max_tokens=12, ends=False))
+        drawn = []
+        for version in (1, 2):
+            for request in requests:
+                engine.add(request)
+            for _ in range(4):
+                engine.step()
+            change(engine, 2 * version)
+            done = [row for _ in range(8) for row in engine.step()]
+            drawn.append([row.tokens.tolist() for row in sorted(done, key=lambda row: row.uid)])
+            change(engine, 2 * version + 1)
+        engine.clear()
+        drawn.append([row.tokens.tolist() for row in engine.generate(requests)])
+        tokens.append(drawn)
+    assert tokens[0] == tokens[1]
+
+
+def change(engine: EmbeddedEngine, version: int) -> None:
+    """Turn each parameter's values by one, which changes what is drawn, and publish them."""
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(parameter.roll(1, -1))
+    engine.publish(version)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drawn_tokens_follow_the_models_distribution(dtype: torch.dtype) -> None:
     model, count = make_model("qwen3", dtype), 4000
