@@ -116,6 +116,7 @@ REAL: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "xmod": {"default_language": "en_XX"},
+    "youtu": {"pad_token_id": None},
 }
 """Settings of the hub's models that a type's defaults lack."""
 PROCESSORS = {"fast_vlm": "LlavaProcessor", "glm_ocr": "Glm46VProcessor"}
@@ -322,7 +323,10 @@ def use(name: str, folder: Path, generates: bool) -> None:
     config = shrink_config(configuration(name))
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.vocab_size, part.eos_token_id = len(TOKENIZER), TOKENIZER.eos_token_id
-        part.pad_token_id = part.bos_token_id = TOKENIZER.pad_token_id
+        part.bos_token_id = TOKENIZER.eos_token_id
+        part.pad_token_id = REAL.get(name, {}).get("pad_token_id", TOKENIZER.pad_token_id)
+        if getattr(part, "unpadded_vocab_size", None):
+            part.unpadded_vocab_size, part.vocab_size = len(TOKENIZER), len(TOKENIZER) + 4
     tiny_model(config).save_pretrained(folder / "model")
     TOKENIZER.save_pretrained(folder / "model")
     data = write_pairs(folder / "pairs.jsonl")

@@ -213,11 +213,26 @@ def resumed(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         second: Any = auto_class(twin.config).from_pretrained(
             folder, attn_implementation=plan.attention, dtype=torch.float32
         )
+    check_loaded(first, second)
     use_plan(second.to(twin.device), plan)
     again = torch.optim.AdamW(second.parameters(), lr=1e-3, eps=NOISE)
     again.load_state_dict(once.state_dict())
     step(second, again)
     return proof.distance([p.detach() for p in second.parameters()], [p.detach() for p in through.parameters()]), EXACT
+
+
+def check_loaded(saved: Any, loaded: Any) -> None:
+    """Raise ValueError, naming the tensor, if transformers loads other weights than it has saved."""
+    weights = dict(loaded.named_parameters())
+    for name, parameter in saved.named_parameters():
+        differs = (weights[name].detach().to(parameter.device) != parameter.detach()).flatten(
+            1 if parameter.dim() > 1 else 0
+        )
+        if bool(differs.any()):
+            padding = saved.config.get_text_config().pad_token_id
+            rows = differs.any(-1).nonzero().flatten().tolist() if parameter.dim() > 1 else []
+            remedy = "; write pad_token_id: null in config.json" if rows == [padding] else ""
+            raise ValueError(f"transformers loads other values of {name} than the files have{remedy}")
 
 
 MEASURES: dict[str, Measure] = {

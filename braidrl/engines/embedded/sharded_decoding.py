@@ -192,7 +192,7 @@ def load_for_decoding(
             if not isinstance(embedding, PassThrough):
                 # The output layer's weight, under the name that it has on the first rank.
                 received.weight = embedding.weight
-            setattr(body.decoder, body.embedding_name, received)
+            setattr(body.decoder, body.sharded_names()[0], received)
         if pipeline.rank() < pipeline.size() - 1:
             assert body.norm_name is not None, "split_layers refuses decoders without a norm"
             setattr(body.decoder, body.norm_name, SendHidden(pipeline, model.dtype))

@@ -3,8 +3,8 @@
 ids ──embedding──▶ layers ──norm──▶ hidden states ──head──▶ logits
         `embedding`  `layers`  `norm`                `head` (see `head`)
 
-`PARTS` lists the names that decoders use. Users may register a function in `BODIES` for a decoder with another
-structure.
+`PARTS` lists the names that decoders use. A decoder with other names has the layers of all its lists: it trains where
+the proof holds, without pipeline parallelism. Users may register a function in `BODIES` for such a decoder.
 """
 
 import logging
@@ -83,10 +83,12 @@ PLAN = "forward_plan"
 
 class Body:
     """The parts of one decoder: the module that holds them, and its attributes `embedding`, `layers` and `norm` by
-    their own names.
+    their own names, which are None if it has no such attribute.
     """
 
-    def __init__(self, decoder: Any, embedding_name: str, layers_name: str, norm_name: str | None) -> None:
+    def __init__(
+        self, decoder: Any, embedding_name: str | None, layers_name: str | None, norm_name: str | None
+    ) -> None:
         self.decoder, self.embedding_name, self.layers_name, self.norm_name = (
             decoder,
             embedding_name,
@@ -99,6 +101,18 @@ class Body:
         self.embedding, self.layers, self.norm = (
             None if name is None else getattr(decoder, name) for name in (embedding_name, layers_name, norm_name)
         )
+        if layers_name is None:
+            self.layers = nn.ModuleList(listed_layers(decoder))
+
+    def sharded_names(self) -> tuple[str, str]:
+        """Return the names of embedding and layers, which pipeline and tensor parallelism need. Raises UserError."""
+        if self.embedding_name is None or self.layers_name is None:
+            part = "embedding" if self.embedding_name is None else "list of layers"
+            raise UserError(
+                f"model: {type(self.decoder).__name__} has no {part} under a name that Braid knows, which the axes "
+                "pipeline and tensor need; register it in decoders.body.BODIES"
+            )
+        return self.embedding_name, self.layers_name
 
 
 BODIES: dict[str, Callable[[Any], Body]] = {}
@@ -141,22 +155,27 @@ def parts_beside_text(model: Any) -> list[nn.Parameter]:
 
 
 def body_of(model: Any) -> Body:
-    """Return the parts of a model's decoder. Raises UserError, naming the part, if one is not found."""
+    """Return the parts of a model's decoder. Raises UserError if it has no layers."""
     if special := BODIES.get(getattr(model.config, "model_type", "")):
         return special(model)
     decoder = decoder_of(model)
-    part_names: list[str | None] = []
-    for part, names in PARTS.items():
-        name = next((n for n in names if isinstance(getattr(decoder, n, None), nn.Module)), None)
-        if name is None and part != "norm":  # GPT-1 and TrOCR end without one
-            raise UserError(
-                f"model: {type(decoder).__name__} has no {part} under a name that Braid knows; register it in "
-                "decoders.body.BODIES"
-            )
-        part_names.append(name)
-    embedding, layers, norm = part_names
-    assert embedding is not None and layers is not None
-    return Body(decoder, embedding, layers, norm)
+    names = [
+        next((n for n in known if isinstance(getattr(decoder, n, None), nn.Module)), None) for known in PARTS.values()
+    ]
+    body = Body(decoder, *names)
+    if not len(body.layers):
+        raise UserError(
+            f"model: {type(decoder).__name__} has no list of layers; register a function that finds them in "
+            "decoders.body.BODIES"
+        )
+    return body
+
+
+def listed_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the members of the outermost lists of modules, in their order."""
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [layer for child in module.children() for layer in listed_layers(child)]
 
 
 def use_sdpa_beside_text(model: Any) -> None:

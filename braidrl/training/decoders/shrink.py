@@ -25,6 +25,8 @@ LEFT_OUT = {
     "model_type",
 }
 VOCABULARY = 96
+UNPADDED = VOCABULARY - 2
+"""Outputs of a model whose output layer is narrower than its embedding; special tokens are below."""
 HEAD_WIDTH = 16
 WINDOW = 6
 LENGTH = 8
@@ -164,6 +166,10 @@ def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
                 elif parameter.dim() >= 2 and not name.endswith(("bias", "A_log")):
                     # a convolution's short rows more than other matrices
                     parameter.mul_(max(4.0, parameter.shape[-1] ** -0.5 / float(parameter.std())))
+                    if parameter.dim() == 2:
+                        # The row of a padding token: states of 0 would have equal scores for all keys.
+                        zero = (parameter == 0).all(-1)
+                        parameter[zero] = float(parameter.std()) * torch.randn_like(parameter[zero])
     return model.eval()
 
 
@@ -193,7 +199,7 @@ def _token_ids(settings: dict[str, Any]) -> dict[int, int]:
                 yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
 
     beyond = sorted({each for each in ids(settings) if each >= VOCABULARY})
-    return {each: VOCABULARY - 1 - number % (VOCABULARY // 2) for number, each in enumerate(beyond)}
+    return {each: UNPADDED - 1 - number % (VOCABULARY // 2) for number, each in enumerate(beyond)}
 
 
 def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -> dict[str, Any]:
@@ -258,6 +264,8 @@ class _Sizes(NamedTuple):
     def small_value(self, name: str, value: int) -> int:
         is_kept = KEPT.search(name)
         if "vocab" in name and not is_kept:
+            if name == "unpadded_vocab_size":
+                return UNPADDED  # an output layer narrower than the embedding, as in the original
             return VOCABULARY if name == "vocab_size" else min(value, VOCABULARY)
         if name in EXACT or name in MOST:
             return EXACT[name] if name in EXACT else min(value, MOST[name])

@@ -419,6 +419,7 @@ def divide_tokens(model: Any, ranks: int) -> None:
         return output
 
     body, plan = body_of(model), plan_of(model)
+    body.sharded_names()
     scattering = [body.embedding]
     for layer in body.layers:
         for block in blocks_of(layer, plan, plan_of_model(model).mixers):

@@ -144,6 +144,7 @@ class Received(PassThrough):
 def split_layers(model: Any, rank: int, ranks: int) -> None:
     """Keep one of `ranks` equal parts of a model's layers, in place; parameters keep their names."""
     body = body_of(model)
+    embedding_name, layers_name = body.sharded_names()
     each = len(body.layers) // ranks
     for number in range(len(body.layers)):
         if number // each != rank:
@@ -165,12 +166,12 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
         for name in modules_beside_text(model):
             setattr(base_of(model), name, Nothing())
         for name, child in list(body.decoder.named_children()):
-            if name == body.layers_name:
+            if name == layers_name:
                 break  # the modules after the layers belong to the last rank
-            if name != body.embedding_name and any(True for _ in child.parameters()):
+            if name != embedding_name and any(True for _ in child.parameters()):
                 setattr(body.decoder, name, Nothing())
     if rank > 0 and not (tied and rank == ranks - 1):
-        setattr(body.decoder, body.embedding_name, PassThrough())
+        setattr(body.decoder, embedding_name, PassThrough())
 
 
 def is_tied(model: Any) -> bool:

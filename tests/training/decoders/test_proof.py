@@ -271,3 +271,28 @@ def test_switches_that_a_tiny_model_cannot_show_are_named() -> None:
     config = AutoConfig.for_model("qwen2", use_sliding_window=True, max_window_layers=100)
     assert unexercised(config) == ["use_sliding_window"]
     assert unexercised(AutoConfig.for_model("llama", attention_bias=True)) == []
+
+
+def test_a_decoder_whose_layers_are_in_several_lists_trains_without_pipeline_parallelism() -> None:
+    with quietly():
+        twin = Twin(config_of("hrm_text"))
+        plan, findings = find_plan(twin)
+        stages = accept("pipeline ranks equal one", twin, plan)
+    assert all(finding.holds for finding in findings) and plan == PACKED
+    assert "list of layers" in stages.note
+
+
+def test_weights_that_transformers_changes_while_loading_are_refused_with_what_to_write() -> None:
+    with quietly():
+        # Youtu's class clears the row of the padding token at every load.
+        cleared = accept(acceptance.FILES[1], twin := Twin(config_of("youtu", pad_token_id=1)), PACKED)
+        kept = accept(acceptance.FILES[1], Twin(config_of("youtu", pad_token_id=None)), PACKED)
+    assert "pad_token_id: null" in cleared.note and kept.holds
+    assert bool((twin.own.get_input_embeddings().weight != 0).any(-1).all())
+
+
+def test_a_twin_keeps_an_output_layer_that_is_narrower_than_the_embedding() -> None:
+    with quietly():
+        twin = Twin(config_of("inkling2_text"))
+        logits = twin.own(input_ids=twin.rows[0][None], use_cache=False).logits
+    assert logits.shape[-1] < twin.config.vocab_size and int(torch.cat(twin.rows).max()) < logits.shape[-1]
