@@ -21,6 +21,7 @@ from braidrl.cli.import_rules import RULES, Decide, Imported
 from braidrl.cli.import_scripts import (
     COMMAND_LINE,
     UNKNOWN_TO_READERS,
+    WHOLE,
     PythonScript,
     arguments,
     overrides,
@@ -31,8 +32,8 @@ from braidrl.errors import UserError, shown
 from braidrl.parsing import flat, read_yaml
 
 FOLDER = Path(__file__).parent
-WHOLE = ("engine_kwargs.vllm", "apply_chat_template_kwargs", "override_config")
-"""Ends of keys whose value is a mapping."""
+NOTES = "notes"
+"""The key of what a script's reader says about other keys."""
 TRANSLATED, DECIDE, WITHOUT = "translated", "to decide", "without counterpart"
 
 
@@ -181,27 +182,46 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
 
 
 def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
-    """Return the framework and the keys of the last command of a script that starts one. Raises UserError for none."""
-    lines = None
-    for words in read_commands(path):
-        for framework in FRAMEWORKS.values():
-            at = next((n for n, word in enumerate(words) if framework.command.search(word)), None)
-            if at is None or (framework.name == "TRL" and words[at] in ("sft", "dpo") and "trl" not in words[:at]):
-                continue
-            pairs = list((overrides if framework.has_overrides else arguments)(words[at + 1 :]))
-            begin = words.index("launch") + 1 if "launch" in words[:at] else 0
-            launched = dict(arguments([word for word in words[begin:at] if word.startswith("-") or begin]))
-            keys_given = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
-            if framework.name == "TRL" and begin:
-                keys_given = {**launched, **keys_given}
-            if framework.name == "TRL" and isinstance(config := keys_given.pop("config", None), str):
-                keys_given = {**read_source(path.parent / config)[1], **keys_given}
-            lines = framework, keys_given
-            break
-    if lines is None:
+    """Return the framework and the keys of the last command of a script that starts one; NOTES says what about them
+    depends on how the script is run. Raises UserError for none.
+    """
+    trainings = [training for words in read_commands(path) if (training := training_of(words, path))]
+    if not trainings:
         names = "verl.trainer.main_ppo, openrlhf.cli.train_ppo_ray, slime's train.py, or trl grpo"
         raise UserError(f"{path} starts no training that is known, such as {names}")
-    return lines
+    framework, keys = trainings[-1]
+    otherwise = [training_of(words, path) for words in read_commands(path, conditional=False)]
+    _, before = next((training for training in reversed(otherwise) if training), (framework, keys))
+    notes = {
+        key: f"{shown(value)} is set under a condition or in a loop of the script, the last time that it is; check it"
+        for key, value in keys.items()
+        if key != COMMAND_LINE and value != before.get(key) and not UNKNOWN_TO_READERS.search(str(value))
+    }
+    if len(trainings) > 1:
+        notes["command"] = f"the script starts {len(trainings)} trainings; the last one was read"
+    return framework, {**keys, NOTES: notes}
+
+
+def training_of(words: list[str], path: Path) -> tuple[Framework, dict[str, Any]] | None:
+    """Return the framework that a command of a script starts, and the keys that it sets; None for other commands."""
+    for framework in FRAMEWORKS.values():
+        at = next((n for n, word in enumerate(words) if framework.command.search(word)), None)
+        if (
+            at is None
+            or words[0] in ("echo", "printf")
+            or (framework.name == "TRL" and words[at] in ("sft", "dpo") and "trl" not in words[:at])
+        ):
+            continue
+        pairs = list((overrides if framework.has_overrides else arguments)(words[at + 1 :]))
+        begin = words.index("launch") + 1 if "launch" in words[:at] else 0
+        launched = dict(arguments([word for word in words[begin:at] if word.startswith("-") or begin]))
+        keys = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
+        if framework.name == "TRL" and begin:
+            keys = {**launched, **keys}
+        if framework.name == "TRL" and isinstance(config := keys.pop("config", None), str):
+            keys = {**read_source(path.parent / config)[1], **keys}
+        return framework, keys
+    return None
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
@@ -210,8 +230,9 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     Raises UserError for a file of no known framework, or one without a model.
     """
     framework, source_keys = read_source(path)
-    source_keys = {key: referred(value, source_keys) for key, value in source_keys.items()}
+    notes = source_keys.pop(NOTES, {})
     defaults = {key: row["default"] for key, row in framework.table.items() if "default" in row}
+    source_keys = {key: referred(value, defaults | source_keys) for key, value in source_keys.items()}
     usable = {
         key: value
         for key, value in source_keys.items()
@@ -227,12 +248,17 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     for key, outcome in outcomes.items():
         if reason := next((imported.dropped[to] for to in outcome.text.split(", ") if to in imported.dropped), None):
             outcomes[key] = KeyOutcome(DECIDE, reason)
+        elif outcome.kind == TRANSLATED:
+            targets = [
+                name if name in imported.made else imported.moved.get(name, name) for name in outcome.text.split(", ")
+            ]
+            outcomes[key] = KeyOutcome(TRANSLATED, ", ".join(dict.fromkeys(targets)))
     for key in source_keys.keys() - usable.keys():
         row = framework.row(key) or {}
         is_needless = not row.keys() & {"to", "rule", "decide"} and "note" in row
-        outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(source_keys[key])
+        outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(key, source_keys[key])
     outcomes = {key: outcomes[key] for key in source_keys if key != COMMAND_LINE}
-    for key, advice in imported.advice.items():
+    for key, advice in (imported.advice | notes).items():
         outcomes[key] = KeyOutcome(DECIDE, advice)
     if "model" not in imported.made:
         raise UserError(f"{path} names no model of {framework.name}; is it a whole configuration?")
@@ -248,8 +274,12 @@ def referred(value: Any, keys: Mapping[str, Any]) -> Any:
     return keys.get(match[1], value) if match else value
 
 
-def without_value(value: Any) -> KeyOutcome:
+def without_value(key: str, value: Any) -> KeyOutcome:
     """Return what became of a key without a value that can be read."""
+    if key.startswith("~"):
+        return KeyOutcome(WITHOUT, "removed from the defaults, which Braid does not read")
+    if UNKNOWN_TO_READERS.match(key):
+        return KeyOutcome(DECIDE, "known to the script alone; write the arguments that it stands for")
     if value in (None, "???", {}):
         return KeyOutcome(WITHOUT, "it has no value")
     return KeyOutcome(DECIDE, f"{shown(value)} is known to the script or to Hydra alone; write the value")

@@ -17,6 +17,8 @@ from braidrl.config import LoraConfig
 from braidrl.errors import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+POLICY_LOSS = f"{ACTOR}.policy_loss"
+TRL_CAP = "vllm_importance_sampling_clip_max"
 UNSET = ("", "???", -1)
 """Placeholders in configurations for missing or derived values."""
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -57,6 +59,8 @@ class Imported:
     """Keys of Braid that are made of several keys, by the row of another or at the end."""
     advice: dict[str, str] = field(default_factory=dict)
     """What to decide about keys, in addition to what their own rules return."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Braid's keys whose values became settings of another key, by the key."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Braid's keys that were made, and left out again or changed since other keys exclude them; with the reason."""
 
@@ -145,6 +149,8 @@ LOSSES: Mapping[str, Callable[[Imported, float, float], dict[str, Any]]] = {
     "cispo": lambda imported, low, high: {"name": "cispo", "low": low, "high": high},
     "geo_mean": lambda imported, low, high: {"name": "gmpo", "low": low, "high": high},
     "gpg": lambda imported, low, high: {"name": "reinforce"},
+    "clip_cov": lambda imported, low, high: {"name": "clip_cov", "low": low, "high": high},
+    "kl_cov": lambda imported, low, high: {"name": "kl_cov"},
     "dppo_tv": lambda imported, low, high: {"name": "dppo_tv", "delta": high},
     "sapo": lambda imported, low, high: {
         "name": "sapo",
@@ -161,18 +167,45 @@ def loss(imported: Imported, value: Any, to: str) -> Any:
     if value in ("vanilla", "ppo", "clip", None):
         imported.together.append(to)  # the recipe's own
         return None
-    if value in ("clip_cov", "kl_cov"):
-        return Decide(
-            f"write the flow as a file with the stage advantage.highest_covariance and loss {value}: "
-            "`braid flow CONFIG --yaml` prints this one"
-        )
     if value not in LOSSES:
         return Decide("algorithm.loss, where `braid list losses` has one like it")
-    both = imported.get(f"{ACTOR}.clip_ratio", "epsilon", default=0.2)
-    low = imported.get(f"{ACTOR}.clip_ratio_low", default=both)
-    return LOSSES[value](
-        imported, float(low), float(imported.get(f"{ACTOR}.clip_ratio_high", "epsilon_high", default=both))
+    return LOSSES[value](imported, *bounds(imported))
+
+
+def bounds(imported: Imported) -> tuple[float, float]:
+    """Return the bounds of the ratio, below and above 1, by any framework's names."""
+    both = imported.get(f"{ACTOR}.clip_ratio", "epsilon", "eps_clip", default=0.2)
+    low, high = imported.get("eps_clip_low_high", default=(both, both))
+    return (
+        float(imported.get(f"{ACTOR}.clip_ratio_low", "eps_clip_low", default=low)),
+        float(imported.get(f"{ACTOR}.clip_ratio_high", "epsilon_high", "eps_clip_high", default=high)),
     )
+
+
+COVARIANCE = {
+    "clip_cov_ratio": ("clip_cov", "fraction"),
+    "clip_cov_lb": ("clip_cov", "low"),
+    "clip_cov_ub": ("clip_cov", "high"),
+    "kl_cov_ratio": ("kl_cov", "fraction"),
+}
+"""The loss and the setting of `algorithm.covariance` by the end of verl's key."""
+
+
+def covariance(imported: Imported, value: Any, to: str) -> None:
+    """Set one value of the tokens that verl's losses over covariances restrain."""
+    loss_mode, setting = COVARIANCE[imported.key.rpartition(".")[2]]
+    if imported.get(f"{POLICY_LOSS}.loss_mode") != loss_mode:
+        return
+    imported.made["algorithm.covariance"] = {**imported.made.get("algorithm.covariance", {}), setting: float(value)}
+    if loss_mode == "clip_cov":
+        imported.advice[f"{POLICY_LOSS}.loss_mode"] = (
+            "written as the loss clip_cov, which takes the highest covariances between its bounds; verl draws at random"
+        )
+
+
+def loss_kl(imported: Imported, value: Any, to: str) -> None:
+    if imported.get(f"{POLICY_LOSS}.loss_mode") == "kl_cov":
+        imported.made["algorithm.loss"] = {"name": "kl_cov", "coef": float(value)}
 
 
 def ratio_level(imported: Imported, value: Any, to: str) -> Any:
@@ -190,6 +223,7 @@ def loss_alone(imported: Imported) -> None:
     lost = ("dual_clip",) if named.keys() & {"low", "high", "delta"} else ("clip_low", "clip_high", "dual_clip")
     for name in ("clip_low", "clip_high", "dual_clip"):
         imported.made.pop(f"algorithm.{name}", None)
+        imported.moved[f"algorithm.{name}"] = "algorithm.loss"
     for name in lost:
         imported.dropped[f"algorithm.{name}"] = f"the loss {named['name']} has no {name}"
     if named["name"] in OVER_ROWS:
@@ -236,8 +270,42 @@ def overlong_factor(imported: Imported, value: Any, to: str) -> Any:
     return None
 
 
-def correction(imported: Imported, value: Any, to: str, cap: str) -> Any:
-    return {"name": "truncated", "cap": float(imported.get(cap, default=2.0))} if value else None
+CORRECTIONS: Mapping[str, tuple[str, str]] = {
+    "token": ("truncated", "token"),
+    "sequence": ("truncated", "sequence"),
+    "tis": ("truncated", "token"),
+    "icepop": ("masked", "token"),
+    "token_truncate": ("truncated", "token"),
+    "token_mask": ("masked", "token"),
+    "sequence_truncate": ("truncated", "sequence"),
+    "sequence_mask": ("masked", "sequence"),
+}
+"""Braid's correction and its level by other frameworks' names: verl's, OpenRLHF's and TRL's."""
+
+
+def correction(imported: Imported, value: Any, to: str, cap: str, mode: str = "", least: str = "") -> Any:
+    """Return importance weights with the bounds that `cap` names, one or two numbers, and `least`; `mode` names the
+    kind, by default the value does.
+    """
+    if value in (None, False, "null"):
+        return None
+    kind = str(imported.get(mode, default="token") if mode else value)
+    if kind not in CORRECTIONS:
+        return Decide(f"no correction is like {kind}; see `braid list corrections`")
+    name, level = CORRECTIONS[kind]
+    given = imported.get(cap, default=2.0)
+    low, high = given if isinstance(given, list) else (imported.get(least, default=0.0), given)
+    made = {"name": name} if level == "token" else {"name": name, "level": level}
+    if name == "masked":
+        return made | {"low": float(low), "high": float(high)}
+    if low:
+        imported.advice[least or cap] = f"written with cap {high}: truncated weights have no lower bound ({low})"
+    return made | {"cap": float(high)}
+
+
+def trl_correction(imported: Imported, value: Any, to: str) -> Any:
+    cap = "vllm_importance_sampling_cap" if imported.get("vllm_importance_sampling_cap") else TRL_CAP
+    return correction(imported, value, to, cap, "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min")
 
 
 # Data.
@@ -699,12 +767,18 @@ RULES: dict[str, Rule] = {
         {"algorithm.clip_low": float(value[0]), "algorithm.clip_high": float(value[1])}
     ),
     "loss": loss,
+    "entry": lambda imported, value, to: {
+        **imported.made.get(to, {}),
+        imported.key.rpartition(".")[2]: value,
+    },
+    "covariance": covariance,
+    "loss_kl": loss_kl,
     "trl_loss": trl_loss,
     "aggregate": aggregate,
     "correction": partial(correction, cap="algorithm.rollout_correction.rollout_is_threshold"),
-    "slime_correction": partial(correction, cap="tis_clip"),
-    "openrlhf_correction": partial(correction, cap="vllm_is_truncated_threshold"),
-    "trl_correction": partial(correction, cap="vllm_importance_sampling_clip_max"),
+    "slime_correction": partial(correction, cap="tis_clip", mode="tis_mode"),
+    "openrlhf_correction": partial(correction, cap="vllm_is_truncated_threshold", mode="vllm_is_correction_type"),
+    "trl_correction": trl_correction,
     "paths": paths,
     "eval_sets": eval_sets,
     "named_sets": named_sets,

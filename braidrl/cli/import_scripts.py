@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,25 @@ ARRAY = re.compile(r"^[ \t]*(?:export |declare -a |local )?(\w+)(\+?)=\(([^()]*(
 ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
 WHOLE_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
-VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+|[@*#])")
+VARIABLE = re.compile(r"\$(\w+|[@*#])")
+DEFAULT = re.compile(r":?([-=+?])(.*)", re.DOTALL)
+HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1")
+REDIRECTION = re.compile(r"(?:(?<=\s)\d+|&)?[<>]+(?:&\d*-?|\s*[^\s;|&]+)")
 PREFIXES = ("export", "declare", "local", "readonly")
+KEYWORDS = ("then", "do", "else", "elif", "{", "!", "time", "exec")
+OPENING, CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
 MOST_EXPANDED = 1 << 20
 """Maximum number of characters of an expanded line."""
+WHOLE = ("engine_kwargs.vllm", "apply_chat_template_kwargs", "override_config")
+"""Ends of keys whose value is a mapping."""
 COMMAND_LINE = "command line"
 """The key of the words that start a program, which say which one it is."""
 UNKNOWN_TO_READERS = re.compile(r"\$[\w{(]")
@@ -47,6 +56,13 @@ def arithmetic(text: str) -> int | None:
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            power = value(node.right)
+            if not 0 <= power < 64:
+                raise ValueError
+            return int(value(node.left) ** power)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             result = OPERATORS[type(node.op)](value(node.left), value(node.right))
             return int(result)
@@ -67,48 +83,106 @@ class Shell:
 
     def expanded(self, text: str) -> str:
         """Return a line with its variables, arrays and sums. Unknown ones stay as they are."""
-
-        def variable(match: re.Match[str]) -> str:
-            name = match[1] or match[3]
-            if name in ("@", "*", "#") or (name.isdigit() and match[2] is None):
-                return ""
-            if name in self.variables:
-                return self.variables[name]
-            if name in self.arrays:
-                return shlex.join(self.arrays[name][:1])
-            return match[0] if match[2] is None else self.expanded(match[2])
-
         text = WHOLE_ARRAY.sub(lambda m: shlex.join(self.arrays[m[1]]) if m[1] in self.arrays else f"${m[1]}[@]", text)
-        text = VARIABLE.sub(variable, text)
+        text = VARIABLE.sub(lambda m: self.plain(m[1], m[0]), self.with_braces(text))
         if len(text) > MOST_EXPANDED:
             raise UserError(f"a line of the script has more than {MOST_EXPANDED} characters with its variables")
         # In a sum a variable needs no `$`.
         summed = partial(re.sub, r"[A-Za-z_]\w*", lambda m: self.variables.get(m[0], m[0]))
-        text = ARITHMETIC.sub(lambda m: m[0] if (n := arithmetic(summed(m[1]))) is None else str(n), text)
-        return COMMAND.sub("$SHELL_COMMAND", text)
+        text = ARITHMETIC.sub(
+            lambda m: "".join(m[0].split()) if (n := arithmetic(summed(m[1]))) is None else str(n), text
+        )
+        return COMMAND.sub(lambda m: "" if m[0].startswith("`#") else "$SHELL_COMMAND", text)
+
+    def plain(self, name: str, unknown: str) -> str:
+        """Return the value of a variable or the first of an array. The script's own arguments together are empty."""
+        if name in ("@", "*", "#"):
+            return ""
+        return self.variables.get(name, shlex.join(self.arrays[name][:1]) if name in self.arrays else unknown)
+
+    def with_braces(self, text: str) -> str:
+        """Return a text with its `${...}`, which may hold others."""
+        begin = text.find("${")
+        while begin >= 0:
+            depth, end = 0, begin + 1
+            while end < len(text):
+                depth += {"{": 1, "}": -1}.get(text[end], 0)
+                if depth == 0:
+                    break
+                end += 1
+            made = self.parameter(text[begin + 2 : end])
+            kept = text[begin : end + 1] if made is None else made
+            text = text[:begin] + kept + text[end + 1 :]
+            if len(text) > MOST_EXPANDED:
+                raise UserError(f"a line of the script has more than {MOST_EXPANDED} characters with its variables")
+            begin = text.find("${", begin + len(kept))
+        return text
+
+    def parameter(self, inner: str) -> str | None:
+        """Return the value of `${inner}` with its default or its end cut off; None if it is unknown."""
+        if inner[:1] in ("@", "*"):
+            return ""
+        match = re.fullmatch(r"(\w+)(.*)", inner, re.DOTALL)
+        if match is None:
+            return None
+        name, rest = match.groups()
+        value = self.plain(name, "") or None
+        if not rest:
+            return value
+        if default := DEFAULT.fullmatch(rest):
+            kind, other = default.groups()
+            if kind == "+":
+                return self.expanded(other) if value else ""
+            if value is None and kind in "-=":
+                value = self.expanded(other)
+                if kind == "=":
+                    self.variables[name] = value
+            return value
+        if value is not None and rest[0] in "%#":
+            return cut_off(value, rest[0], rest.lstrip(rest[0]), rest[:2] == 2 * rest[0])
+        return None
 
     def words(self, text: str) -> list[str]:
-        """Return the words of a line. Raises UserError for a quote without an end."""
+        """Return the words of a command, those of its text where it is one. Raises UserError for a quote without an
+        end.
+        """
         try:
-            return shlex.split(self.expanded(text), comments=True)
+            words = shlex.split(self.expanded(text), comments=True)
+            for number, word in enumerate(words[:-1]):
+                if word == "eval" or (word == "-c" and words[number - 1] in ("bash", "sh")):
+                    return words[:number] + shlex.split(" ".join(words[number + 1 :]), comments=True)
         except ValueError as error:
             raise UserError(f"a command of the script cannot be read: {error}") from None
+        return words
 
-    def assign(self, words: Sequence[str]) -> bool:
-        """Set variables if the words only assign some; return whether they do."""
-        words = words[1:] if words and words[0] in PREFIXES else words
+    def assign(self, words: Sequence[str], keep: bool = True) -> bool:
+        """Set variables if the words only assign some, unless they are not to be kept; return whether they do."""
+        while words and (words[0] in PREFIXES or words[0].startswith("-")):
+            words = words[1:]
         if not words or not all(ASSIGNED.match(word) for word in words):
             return False
-        for word in words:
+        for word in words if keep else ():
             name, adds, value = word.partition("=")[0].rstrip("+"), "+=" in word[: word.index("=") + 1], word
             value = word.partition("=")[2]
             self.variables[name] = self.variables.get(name, "") + value if adds else value
         return True
 
 
+def cut_off(value: str, end: str, pattern: str, longest: bool) -> str:
+    """Return a text without the end (`%`) or the beginning (`#`) that matches a pattern of the shell."""
+    cuts = range(len(value) + 1)
+    for cut in reversed(cuts) if longest == (end == "#") else cuts:
+        part, rest = (value[cut:], value[:cut]) if end == "%" else (value[:cut], value[cut:])
+        if part and fnmatchcase(part, pattern):
+            if end == "%" and not longest:
+                return max((value[:n] for n in cuts if value[n:] and fnmatchcase(value[n:], pattern)), key=len)
+            return rest
+    return value
+
+
 def script_lines(text: str) -> Iterator[str]:
     """Yield the logical lines of a script: continued lines are joined, and a quoted text may span lines."""
-    kept = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    kept = "\n".join(line for line in without_here_documents(text) if not line.lstrip().startswith("#"))
     pending = ""
     for line in re.sub(r"[ \t]*\\[ \t]*\n", " ", kept).split("\n"):
         pending = f"{pending}\n{line}" if pending else line
@@ -123,34 +197,80 @@ def script_lines(text: str) -> Iterator[str]:
         yield pending
 
 
-def read_commands(path: Path) -> list[list[str]]:
-    """Return the words of each command of a script, with its variables expanded."""
-    shell, commands = Shell(), list[list[str]]()
+def without_here_documents(text: str) -> Iterator[str]:
+    """Yield the lines of a script without the texts that it writes to files, as in `cat > FILE <<EOF`."""
+    end = None
+    for line in text.splitlines():
+        if end is None:
+            match = None if line.lstrip().startswith("#") else HERE_DOCUMENT.search(line)
+            end = match[2] if match else None
+            yield line if match is None else line[: match.start()] + line[match.end() :]
+        elif line.strip() == end:
+            end = None
+
+
+def simple_commands(line: str) -> Iterator[str]:
+    """Yield the commands of a line, which `;`, `&` and `|` separate, without redirections of their output."""
+    kept, quote, closing, at = "", "", list[str](), 0
+    while at < len(line):
+        char = line[at]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"`":
+            quote = char
+        elif char == "(" or line[at - 1 : at + 1] == "${":
+            closing.append(")" if char == "(" else "}")
+        elif closing and char == closing[-1]:
+            closing.pop()
+        elif not closing and (match := REDIRECTION.match(line, at)):
+            at, char = match.end() - 1, " "
+        elif not closing and char in ";|&":
+            yield kept
+            kept, char = "", ""
+        if char == "\\" and quote != "'":
+            kept, at = kept + line[at : at + 2], at + 2
+            continue
+        kept, at = kept + char, at + 1
+    yield kept
+
+
+def read_commands(path: Path, conditional: bool = True) -> list[list[str]]:
+    """Return the words of each command of a script, with its variables expanded, as if every `if` and loop were run;
+    without `conditional`, no variable is set there.
+    """
+    shell, commands, depth = Shell(), list[list[str]](), 0
     text = read_text(path)
     rest, begin = "", 0
     # Arrays may span lines and hold comments. They are replaced by a line that assigns them, in their order.
-    for number, match in enumerate(ARRAY.finditer(text)):
-        rest += f"{text[begin : match.start()]}\n__array__{number} "
-        begin = match.end()
     arrays = {f"__array__{number}": match for number, match in enumerate(ARRAY.finditer(text))}
-    for line in script_lines(rest + text[begin:]):
-        name = line.split(maxsplit=1)[0] if line.strip() else ""
-        if name in arrays:
-            match = arrays[name]
-            body = "\n".join(part for part in match[3].splitlines() if not part.lstrip().startswith("#"))
-            words = shell.words(body.replace("\\\n", " ").replace("\n", " "))
-            shell.arrays[match[1]] = (shell.arrays.get(match[1], []) if match[2] else []) + words
+    for name, match in arrays.items():
+        rest += f"{text[begin : match.start()]}\n{name} "
+        begin = match.end()
+    for command in (part for line in script_lines(rest + text[begin:]) for part in simple_commands(line)):
+        first, *_ = command.split(maxsplit=1) or [""]
+        depth += (first in OPENING) - (first in CLOSING)
+        if first in arrays:
+            if conditional or not depth:
+                assign_array(shell, arrays[first])
             continue
         # A line that cannot be read may still not be the one that counts.
         try:
-            words = shell.words(line)
+            words = shell.words(command)
         except UserError:
-            if "python" in line or "trl " in line:
+            if "python" in command or "trl " in command:
                 raise
             continue
-        if words and not shell.assign(words):
+        while words and (words[0] in KEYWORDS or (depth and words[0].endswith(")"))):
+            words = words[1:]  # also the pattern of a `case`
+        if words and not shell.assign(words, conditional or not depth):
             commands.append(words)
     return commands
+
+
+def assign_array(shell: Shell, match: re.Match[str]) -> None:
+    body = "\n".join(part for part in match[3].splitlines() if not part.lstrip().startswith("#"))
+    words = shell.words(body.replace("\\\n", " ").replace("\n", " "))
+    shell.arrays[match[1]] = (shell.arrays.get(match[1], []) if match[2] else []) + words
 
 
 TRAINER = re.compile(r"(?:^|\.)(?:GRPO|RLOO|DPO|SFT|Reward)(Trainer|Config)$")
@@ -226,6 +346,17 @@ class PythonScript:
             return f"$({ast.unparse(node)})"
 
 
+HYDRA_OPTIONS = {
+    "-cn": "--config-name",
+    "--config-name": "--config-name",
+    "-cp": "--config-path",
+    "--config-path": "--config-path",
+    "-cd": "--config-dir",
+    "--config-dir": "--config-dir",
+}
+"""Hydra's options whose value is the next word."""
+
+
 def scalar(text: str) -> Any:
     """Return the value of an argument: a number, true or false, null, a list or mapping, else text."""
     for kind in (int, float):
@@ -240,16 +371,26 @@ def scalar(text: str) -> Any:
 
 
 def overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values of Hydra's overrides, as in `a.b=c` and `+a.b=c`; other words are keys without a value."""
+    """Yield keys and values of Hydra's overrides, as in `a.b=c` and `+a.b=c`; other words are keys without a value,
+    and a removed key keeps its `~`.
+    """
+    option = ""
     for word in filter(None, words):  # the script's own arguments are none
         key, has_value, value = word.partition("=")
-        if has_value and not key.startswith("-"):
+        if word in HYDRA_OPTIONS:
+            option = HYDRA_OPTIONS[word]
+        elif option and not word.startswith("-"):
+            yield option, word
+            option = ""
+        elif has_value and not key.startswith(("-", "~")):
             parsed = scalar(value)
             yield from (
-                flat({key.lstrip("+~"): parsed}) if isinstance(parsed, dict) and parsed else [(key.lstrip("+"), parsed)]
+                flat({key.lstrip("+"): parsed}, WHOLE)
+                if isinstance(parsed, dict) and parsed
+                else [(key.lstrip("+"), parsed)]
             )
         else:
-            yield key, value or None
+            yield (word, None) if word.startswith("~") else (key, value or None)
 
 
 def arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:

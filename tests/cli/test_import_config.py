@@ -16,6 +16,7 @@ from braidrl.cli.import_config import DECIDE, TRANSLATED, WITHOUT, KeyOutcome, i
 from braidrl.cli.import_scripts import COMMAND_LINE, read_commands
 from braidrl.config import Config, load_config, parse_config
 from braidrl.errors import UserError
+from braidrl.flow.recipes.load import load_flow
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import TOKENIZER, write_jsonl, write_model
@@ -206,8 +207,7 @@ def test_a_verl_script_keeps_its_loss_layout_warm_up_and_offload(tmp_path: Path)
         ("gspo", {"name": "gspo", "low": 0.2, "high": 0.2}),
         ("geo_mean", {"name": "gmpo", "low": 0.2, "high": 0.2}),
         ("gpg", {"name": "reinforce"}),
-        ("clip_cov", "highest_covariance"),
-        ("kl_cov", "highest_covariance"),
+        ("kl_cov", {"name": "kl_cov", "coef": 0.1}),
         ("of_my_own", "braid list losses"),
     ],
 )
@@ -222,6 +222,115 @@ def test_a_loss_of_verl_keeps_its_meaning_or_is_to_decide(mode: str, expected: A
     else:
         assert config.algorithm.get("loss") == expected and outcomes[key].kind == TRANSLATED
     assert config.algorithm["aggregate"] == ("seq-mean-token-mean" if mode in ("gspo", "geo_mean") else "token-mean")
+
+
+COVARIANCES = {
+    "clip_cov clip_cov_ratio=0.001 clip_cov_ub=4": ({"name": "clip_cov", "low": 0.2, "high": 0.2}, (0.001, 1.0, 4.0)),
+    "kl_cov kl_cov_ratio=0.002 ppo_kl_coef=1.0": ({"name": "kl_cov", "coef": 1.0}, (0.002, None, None)),
+    "vanilla kl_cov_ratio=0.002": (None, None),
+}
+
+
+@pytest.mark.parametrize("given", COVARIANCES)
+def test_losses_over_covariances_keep_their_settings_and_run_as_a_recipe(given: str, tmp_path: Path) -> None:
+    mode, *settings = given.split()
+    loss = "actor_rollout_ref.actor.policy_loss"
+    words = " ".join(f"+{loss}.{setting}" for setting in settings)
+    script = VERL_GSM8K.replace(f"{loss}.loss_mode=cispo", f"{loss}.loss_mode={mode} {words}")
+    bounds = "actor_rollout_ref.actor.clip_ratio_low=0.5 actor_rollout_ref.actor.clip_ratio_high=3.0"
+    config, outcomes = imported(tmp_path, "run.sh", script.replace(bounds, ""))
+    named, chosen = COVARIANCES[given]
+    assert config.algorithm.get("loss") == named
+    covariance = config.algorithm.get("covariance")
+    if chosen is None:
+        assert covariance is None and outcomes[f"{loss}.kl_cov_ratio"].kind == WITHOUT
+        return
+    assert tuple(covariance.get(name) for name in ("fraction", "low", "high")) == chosen
+    stages = [stage.type for stage in load_flow("grpo", config.algorithm).stages]
+    assert stages.index("shape.highest_covariance") == stages.index("shape.covariance") + 1
+    # Braid takes the highest covariances, where verl draws at random.
+    assert outcomes[f"{loss}.loss_mode"].kind == (DECIDE if mode == "clip_cov" else TRANSLATED)
+
+
+def test_settings_of_openrlhf_that_the_loss_takes_over_are_said_to_be_there(tmp_path: Path) -> None:
+    words = "--policy_loss_type gspo --eps_clip_low_high 0.0003 0.0004 --enable_vllm_is_correction"
+    more = "--vllm_is_truncated_threshold 0.5 5.0 --advantage_estimator group_norm"
+    tree, outcomes = import_text(tmp_path, f"python3 -m openrlhf.cli.train_ppo_ray --pretrain m {words} {more}")
+    assert tree["algorithm"]["loss"] == {"name": "gspo", "low": 0.0003, "high": 0.0004}
+    assert outcomes["eps_clip_low_high"].text == "algorithm.loss"
+    assert tree["algorithm"]["correction"] == {"name": "truncated", "cap": 5.0}
+    assert outcomes["vllm_is_truncated_threshold"].kind == DECIDE  # its lower bound
+    icepop = f"{words} --vllm_is_correction_type icepop {more}"
+    tree, _ = import_text(tmp_path, f"python3 -m openrlhf.cli.train_ppo_ray --pretrain m {icepop}")
+    assert tree["algorithm"]["correction"] == {"name": "masked", "low": 0.5, "high": 5.0}
+
+
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.train_files=a.parquet"
+FORMS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "commands of one line": (f"A=3; B=$((A ** 2 % 5)); cd /x && {VERL} trainer.nnodes=$B", {"workers": 32}, set()),
+    "pipe and redirection": (f"{VERL} trainer.nnodes=2 2>&1 > log.txt | tee out &\nwait", {"workers": 16}, set()),
+    "here-document": (f"cat > a.yaml <<'END'\nit's [open\nEND\n{VERL} trainer.nnodes=2", {"workers": 16}, set()),
+    "eval": (f'CMD="{VERL}"\nCMD+=" trainer.nnodes=2"\necho $CMD\neval $CMD', {"workers": 16}, set()),
+    "bash -c": (f'srun -N 2 bash -c "{VERL} trainer.nnodes=2"', {"workers": 16}, set()),
+    "comments between lines": (f"{VERL} \\\n  # one \\\n  `# two` \\\n trainer.nnodes=2", {"workers": 16}, set()),
+    "nested default": (
+        f'{VERL} actor_rollout_ref.model.path="${{P:-"${{Q:-x/y}}"}}"',
+        {"model": "x/y"},
+        set(),
+    ),
+    "end cut off": (f"F=a/qwen.sh\n{VERL} actor_rollout_ref.model.path=${{F%.*}}", {"model": "a/qwen"}, set()),
+    "begin cut off": (f"F=a/b/qwen\n{VERL} actor_rollout_ref.model.path=${{F##*/}}", {"model": "qwen"}, set()),
+    "condition": (
+        f"N=1\nif [ $1 = big ]; then\n N=4\nfi\n{VERL} trainer.nnodes=$N",
+        {"workers": 32},
+        {"trainer.nnodes"},
+    ),
+    "several trainings": (f"{VERL}\n{VERL} trainer.nnodes=2", {"workers": 16}, {"command"}),
+    "argument of a function": (
+        f"f() {{\n local l=$1\n {VERL} trainer.nnodes=$l\n}}\nf 2",
+        {},
+        {"trainer.nnodes"},
+    ),
+    "unknown sum": (f"{VERL} trainer.nnodes=$(( N > 2 ? 1 : 2 ))", {}, {"trainer.nnodes"}),
+    "array of another script": (f'{VERL} "${{MORE[@]}}" "$@"', {}, {"$MORE[@]"}),
+    "reference to a default": (
+        f"{VERL} actor_rollout_ref.actor.ppo_mini_batch_size=\\${{data.train_batch_size}}",
+        {"rows_per_update": 1024},
+        set(),
+    ),
+    "mapping": (
+        f"{VERL} +data.apply_chat_template_kwargs={{enable_thinking:false}}",
+        {"template": {"enable_thinking": False}},
+        set(),
+    ),
+    "entry of a mapping": (
+        f"{VERL} +data.apply_chat_template_kwargs.enable_thinking=false",
+        {"template": {"enable_thinking": False}},
+        set(),
+    ),
+    "options of Hydra": (f"{VERL} -cn of_my_own --multirun hydra.run.dir=x", {}, {"--config-name"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_scripts_are_read_and_what_only_the_shell_knows_is_to_decide(form: str, tmp_path: Path) -> None:
+    script, values, decided = FORMS[form]
+    tree, outcomes = import_text(tmp_path, script.replace("\\n", "\n"))
+    settings = tree | tree["trainer"] | tree["data"]
+    assert {name: settings.get(name) for name in values} == values
+    always = {"reward.verify", "trainer.steps"}  # the data are not here, and verl counts epochs
+    assert {key for key in outcomes if outcomes[key].kind == DECIDE} - always == decided
+    assert "|" not in outcomes and not any("&" in key or key.isdigit() for key in outcomes)
+
+
+def import_text(folder: Path, script: str) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
+    (folder / "run.sh").write_text(script)
+    return import_config(folder / "run.sh")
+
+
+def test_a_removed_key_is_listed_by_its_name(tmp_path: Path) -> None:
+    _, outcomes = import_text(tmp_path, f"{VERL} ~critic ~trainer.logger=wandb")
+    assert {"~critic", "~trainer.logger=wandb"} <= kinds(outcomes, WITHOUT)
 
 
 def test_a_dapo_script_becomes_the_recipe_with_its_overlong_buffer(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
@@ -42,3 +43,13 @@ def test_the_tokens_of_highest_covariance_reach_the_loss(name: str, tmp_path: Pa
     assert torch.allclose(covariance, rows["covariance"].values, atol=1e-4)
     assert float(covariance[chosen].min()) >= float(covariance[~chosen].max()) * 0.99
     assert line["actor/covariance_fraction"] == pytest.approx(float(chosen.float().mean()), abs=1e-6)
+
+
+def test_a_recipe_with_such_a_loss_finds_its_tokens(tmp_path: Path) -> None:
+    write_decoder(tmp_path / "model")
+    write_data(tmp_path)
+    chosen = {"loss": "kl_cov", "covariance": {"fraction": 0.2}, "kl_coef": 0.0}
+    run = train(make_config(tmp_path, "grpo", trainer__steps=1, algorithm=chosen))
+    assert 0 < float(read_metrics(run)[0]["actor/covariance_fraction"]) <= 0.35
+    with pytest.raises(UserError, match=r"algorithm\.covariance.*remove"):
+        train(make_config(tmp_path, "grpo", algorithm={"covariance": {"fraction": 0.2}}))

@@ -19,6 +19,6 @@ def cispo(p: CispoParameters) -> Flow:
         actor.generate(),
         *rewarded(p.reward),
         advantage.group_normalized(),
-        policy_update(p, loss.cispo(low=p.clip_low, high=p.clip_high)),
+        *policy_update(p, loss.cispo(low=p.clip_low, high=p.clip_high)),
     ]
     return Flow("cispo", stages)

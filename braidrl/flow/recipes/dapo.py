@@ -57,6 +57,6 @@ def dapo(p: DapoParameters) -> Flow:
         penalty,
         shape.overlong_filter() if p.overlong_filter else None,
         advantage.group_normalized(),
-        policy_update(p, surrogate(p)),
+        *policy_update(p, surrogate(p)),
     ]
     return Flow("dapo", [stage for stage in stages if stage is not None])

@@ -23,6 +23,6 @@ def dr_grpo(p: DrGrpoParameters) -> Flow:
         actor.generate(),
         *rewarded(p.reward),
         advantage.group_centered(),
-        policy_update(p, surrogate(p), aggregate=aggregate),
+        *policy_update(p, surrogate(p), aggregate=aggregate),
     ]
     return Flow("dr_grpo", stages)

@@ -34,6 +34,6 @@ def grpo(p: GrpoParameters) -> Flow:
         *rewarded(p.reward),
         *reference_model(p),
         advantage.group_normalized() if p.normalise else advantage.group_centered(),
-        policy_update(p, surrogate(p), kl=kl),
+        *policy_update(p, surrogate(p), kl=kl),
     ]
     return Flow("grpo", stages)

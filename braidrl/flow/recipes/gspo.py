@@ -23,6 +23,6 @@ def gspo(p: GspoParameters) -> Flow:
         actor.generate(),
         *rewarded(p.reward),
         advantage.group_normalized(),
-        policy_update(p, loss.gspo(low=p.clip_low, high=p.clip_high)),
+        *policy_update(p, loss.gspo(low=p.clip_low, high=p.clip_high)),
     ]
     return Flow("gspo", stages)

@@ -6,4 +6,4 @@ from braidrl.flow.recipes.parts import ClippedParameters, policy_update, rewarde
 
 def maxrl(p: ClippedParameters) -> Flow:
     """Return the flow: success or failure of verified responses. A reward without `verify` is refused."""
-    return Flow("maxrl", [actor.generate(), *rewarded(p.reward), advantage.maxrl(), policy_update(p, surrogate(p))])
+    return Flow("maxrl", [actor.generate(), *rewarded(p.reward), advantage.maxrl(), *policy_update(p, surrogate(p))])

@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from braidrl.algorithms.registry import losses
 from braidrl.errors import UserError
-from braidrl.flow.families import loss
+from braidrl.flow.families import loss, shape
 from braidrl.flow.roles import Role, actor, reference, reward
 from braidrl.flow.stage import Stage
 
@@ -26,6 +27,17 @@ class ActorParameters(Parameters):
     """Aggregation of token losses: a name, or a name with settings as in `{name: token-sum-norm, max_tokens: 512}`."""
 
 
+class CovarianceParameters(Parameters):
+    """The tokens that the losses `clip_cov` and `kl_cov` restrain, see `shape.highest_covariance`."""
+
+    fraction: float = Field(2e-4, gt=0, le=1)
+    """Share of the batch's action tokens."""
+    low: float | None = None
+    """Only tokens with a larger covariance are chosen."""
+    high: float | None = None
+    """Only tokens with a smaller covariance are chosen."""
+
+
 class PolicyParameters(ActorParameters):
     """Parameters of every recipe that trains a policy on its own responses."""
 
@@ -39,6 +51,8 @@ class PolicyParameters(ActorParameters):
     """The policy's loss in place of the recipe's: a name from `braid list losses`, `file.py:function`, or a name with
     settings as in `{name: cispo, high: 0.3}`.
     """
+    covariance: CovarianceParameters | None = None
+    """The tokens that the losses `clip_cov` and `kl_cov` restrain, as in `{fraction: 2.0e-4, low: 1.0, high: 5.0}`."""
     old: Literal["recompute", "rollout", "self"] | None = None
     """Source of the log-probs before the update; by default the runtime takes the cheapest exact one."""
     correction: dict[str, Any] | None = None
@@ -104,9 +118,9 @@ def surrogate(p: ClippedParameters) -> dict[str, Any]:
     return loss.clip(low=p.clip_low, high=p.clip_high, dual=p.dual_clip)
 
 
-def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
-    """Return the actor's update with this loss or the parameters' own; `more` overrides them. Raises UserError if both
-    are set.
+def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> list[Stage]:
+    """Return the actor's update with this loss or the parameters' own, behind the stages that find the tokens it
+    restrains; `more` overrides the update's parameters. Raises UserError if both losses are set.
     """
     if p.loss is not None:
         if unused := p.model_fields_set & set(OF_THE_LOSS):
@@ -124,7 +138,20 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
         "correction": p.correction,
         "replay": p.replay,
     }
-    return actor.update(loss=loss, **{**settings, **more})
+    return [*restrained_tokens(p, loss["name"]), actor.update(loss=loss, **{**settings, **more})]
+
+
+def restrained_tokens(p: PolicyParameters, loss_name: str) -> list[Stage]:
+    """Return the stages that find the tokens of high covariance; none for a loss that does not read them.
+
+    Raises UserError if the covariance is set for such a loss.
+    """
+    if loss_name in losses and "high_covariance" in losses[loss_name].reads:
+        chosen = p.covariance or CovarianceParameters()
+        return [shape.covariance(), shape.highest_covariance(**chosen.model_dump())]
+    if p.covariance is not None:
+        raise UserError("algorithm.covariance is for the losses clip_cov and kl_cov; remove it, or set algorithm.loss")
+    return []
 
 
 def reference_model(p: KlParameters) -> list[Stage]:

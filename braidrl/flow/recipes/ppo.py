@@ -78,5 +78,5 @@ def ppo_stages(p: PpoParameters, estimator: Stage | None = None, **update: Any) 
         estimator or advantage.gae(gamma=p.gamma, lam=p.lam),
         *([advantage.whiten()] if p.whiten else []),
         critic.update(loss=loss.value(clip=p.value_clip)),
-        policy_update(p, surrogate(p), **update, when=When(start=p.critic_warmup + 1)),
+        *policy_update(p, surrogate(p), **update, when=When(start=p.critic_warmup + 1)),
     ]

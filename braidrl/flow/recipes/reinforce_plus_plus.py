@@ -33,5 +33,11 @@ def reinforce_plus_plus(p: ReinforcePlusPlusParameters) -> Flow:
         kl = None
     return Flow(
         "reinforce_plus_plus",
-        [actor.generate(), *rewarded(p.reward), *reference_model(p), *estimated, policy_update(p, surrogate(p), kl=kl)],
+        [
+            actor.generate(),
+            *rewarded(p.reward),
+            *reference_model(p),
+            *estimated,
+            *policy_update(p, surrogate(p), kl=kl),
+        ],
     )

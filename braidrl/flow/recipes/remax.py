@@ -17,6 +17,6 @@ def remax(p: ResponseParameters) -> Flow:
         advantage.remax(),
         *reference_model(p),
         *([shape.advantage_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []),
-        policy_update(p, loss.reinforce()),
+        *policy_update(p, loss.reinforce()),
     ]
     return Flow("remax", stages)

@@ -21,6 +21,6 @@ def rloo(p: ResponseParameters) -> Flow:
         *reference_model(p),
         *([shape.row_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []),
         advantage.leave_one_out(),
-        policy_update(p, loss.reinforce()),
+        *policy_update(p, loss.reinforce()),
     ]
     return Flow("rloo", stages)

@@ -42,6 +42,6 @@ def safe_rlhf(p: SafeRlhfParameters) -> Flow:
         *([advantage.whiten()] if p.whiten else []),
         critic.update(loss=loss.value(clip=p.value_clip)),
         cost_critic.update(loss=loss.value(clip=p.value_clip)),
-        policy_update(p, surrogate(p), ptx_coef=p.ptx_coef, when=When(start=p.critic_warmup + 1)),
+        *policy_update(p, surrogate(p), ptx_coef=p.ptx_coef, when=When(start=p.critic_warmup + 1)),
     ]
     return Flow("safe_rlhf", stages)
