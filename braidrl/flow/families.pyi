@@ -88,8 +88,8 @@ class AdvantageNames:
     def leave_one_out(
         self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
-        RLOO, arXiv 2402.14740.
+        """Return G/(G − 1)·(R − R̄), (B,): each reward minus the mean of the group's other samples; 0 in a group of
+        one sample. RLOO, arXiv 2402.14740.
         """
 
     def maxrl(
