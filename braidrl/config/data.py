@@ -111,7 +111,7 @@ class SourceConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Choose prompts by their success rate so far, within each source; the sources' weights are unchanged."""
+    """The choice of prompts by their success rate so far, within each source; the sources' weights are unchanged."""
 
     short_for = {str: "name"}
     name: str

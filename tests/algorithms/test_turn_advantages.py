@@ -54,7 +54,7 @@ def normal(value: float, all_values: Sequence[float], scale: bool = True) -> flo
     return (value - statistics.fmean(all_values)) / deviation
 
 
-def close(found: Rewards, wanted: Rewards) -> None:
+def assert_close_rows(found: Rewards, wanted: Rewards) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert one == pytest.approx(other, abs=2e-5)
 
@@ -72,7 +72,7 @@ def test_turn_returns_are_the_plain_loops(case: tuple[Rewards, list[int], list[l
         peers = [other for other, number in zip(sums, groups, strict=True) if number == groups[row]]
         means = [statistics.fmean(other[k] for other in peers if len(other) > k) for k in range(len(turns))]
         wanted.append([value - mean for value, mean in zip(turns, means, strict=True)])
-    close(run("turn_returns", rewards, groups, added, gamma=gamma), wanted)
+    assert_close_rows(run("turn_returns", rewards, groups, added, gamma=gamma), wanted)
 
 
 @given(episodes(), st.booleans())
@@ -98,7 +98,7 @@ def test_mt_grpo_of_two_turns_is_the_papers_formula() -> None:
     rewards, groups = [[0.2, 1.0], [0.0, 1.0], [0.4, 0.0], [0.2, 1.0]], [0, 0, 0, 0]
     turn, outcome = [r[0] for r in rewards], [r[1] for r in rewards]
     wanted = [[normal(o, outcome) + normal(t, turn), normal(o, outcome)] for t, o in zip(turn, outcome, strict=True)]
-    close(run("mt_grpo", rewards, groups, [0.0] * 4), wanted)
+    assert_close_rows(run("mt_grpo", rewards, groups, [0.0] * 4), wanted)
 
 
 @given(episodes(), st.sampled_from([1.0, 0.7]))

@@ -201,10 +201,10 @@ def test_killed_worker_ends_run_without_leaving_process_or_port(workshop: Worksh
 def test_pools_pin_nodes_and_kinds_and_ranks_are_in_node_order() -> None:
     # The tests of this process share another cluster.
     with ProcessPoolExecutor(1, get_context("spawn")) as own:
-        own.submit(reserve_pinned_pools).result(STARTED)
+        own.submit(assert_pinned_pools_are_in_node_order).result(STARTED)
 
 
-def reserve_pinned_pools() -> None:
+def assert_pinned_pools_are_in_node_order() -> None:
     """Reserve pools with kinds and nodes on a cluster of four nodes."""
     import ray
     from ray.cluster_utils import Cluster

@@ -123,7 +123,7 @@ def workloads(draw: st.DrawFn) -> AnyWorkload:
     )
 
 
-def account(work: AnyWorkload, result: Account) -> None:
+def assert_each_row_is_trained_once(work: AnyWorkload, result: Account) -> None:
     """Assert that each row was trained once per train stage and epoch, dropped with a reason, or is still in work."""
     trained = [uid for groups in result.batches[: work.sizes.iterations] for uid in work.uids(groups)]
     expected = Counter(
@@ -151,7 +151,7 @@ def account(work: AnyWorkload, result: Account) -> None:
 @settings(max_examples=80)
 @given(workloads())
 def test_streaming_trains_every_row_once_under_any_failures(work: AnyWorkload) -> None:
-    account(work, simulate("streaming", work))
+    assert_each_row_is_trained_once(work, simulate("streaming", work))
 
 
 def test_lease_expiring_at_the_time_of_a_take_is_released() -> None:
@@ -166,12 +166,12 @@ def test_lease_expiring_at_the_time_of_a_take_is_released() -> None:
     assert (
         0.05 + 50.0 == 50.0 * 1.001
     )  # When the first lease, of generation, would have been looked for a thousandth late.
-    account(work, simulate("streaming", work))
+    assert_each_row_is_trained_once(work, simulate("streaming", work))
 
 
 @given(workloads(), st.sampled_from(RUNTIMES[:3]))
 def test_the_other_runtimes_train_every_row_once(work: AnyWorkload, runtime: Runtime) -> None:
-    account(work, simulate(runtime, work))
+    assert_each_row_is_trained_once(work, simulate(runtime, work))
 
 
 @pytest.mark.soak
@@ -299,7 +299,7 @@ def test_a_thousand_iterations_take_seconds() -> None:
         GRPO, Sizes(1000, 4, 2, 8, max_staleness=1), lambda stage, uid: 1.0, workers={"actor.generate": 4}
     )
     began = time.thread_time()
-    account(work, simulate("streaming", work))
+    assert_each_row_is_trained_once(work, simulate("streaming", work))
     assert time.thread_time() - began < 10
 
 

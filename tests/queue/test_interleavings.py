@@ -22,17 +22,17 @@ HARMFUL_STEPS = 2_000
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 30))
 def test_lost_messages_and_dead_clients_lose_and_repeat_no_row(sampler: str, seed: int) -> None:
-    play(sampler, seed)
+    assert_each_row_is_done_once(sampler, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 def test_ten_thousand_interleavings(sampler: str) -> None:
     for seed in range(2_000):
-        play(sampler, seed)
+        assert_each_row_is_done_once(sampler, seed)
 
 
-def play(sampler: str, seed: int) -> None:
+def assert_each_row_is_done_once(sampler: str, seed: int) -> None:
     network = Network(seed, sampler, ROWS)
     for step in range(STEPS):
         network.step(step < HARMFUL_STEPS)

@@ -71,7 +71,7 @@ def streamed(workshop: Workshop, name: str, layout: str, settings: dict[str, Any
     return workshop.run(name, **merged(settings, laid_out))
 
 
-def check(workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout: str) -> None:
+def assert_run_of_one_process(workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout: str) -> None:
     name = f"{engine}-{layout}"
     if engine == "embedded":
         # It decodes in the run's float64.
@@ -99,7 +99,7 @@ def check(workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout
 def test_an_engine_and_a_layout_give_the_run_of_one_process(
     workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout: str
 ) -> None:
-    check(workshop, alone, engine, layout)
+    assert_run_of_one_process(workshop, alone, engine, layout)
 
 
 @pytest.mark.soak
@@ -107,7 +107,7 @@ def test_an_engine_and_a_layout_give_the_run_of_one_process(
 def test_every_engine_with_every_layout_gives_the_run_of_one_process(
     workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout: str
 ) -> None:
-    check(workshop, alone, engine, layout)
+    assert_run_of_one_process(workshop, alone, engine, layout)
 
 
 @pytest.mark.soak
