@@ -20,7 +20,7 @@ Isolated = tuple[list[Uid], list[Uid]]
 
 
 class RowDeaths:
-    """How many processes have ended while they had a row, and what follows for it."""
+    """The number of processes that ended while they had a row, and the rows isolated or left out for that."""
 
     def __init__(self) -> None:
         self.counts = Counter[tuple[str, Uid]]()

@@ -270,7 +270,7 @@ STORE_LIMIT_S = 5.0
 class World:
     """Rank `rank` of `size`, made by `join`. `World()` is a single process, which never waits.
 
-    Whoever needs a process group asks for `group` now: `regroup` replaces it.
+    Callers read `group` each time they need it: `regroup` replaces it.
     """
 
     def __init__(

@@ -147,28 +147,28 @@ class EngineSpec:
     @property
     def vllm_options(self) -> dict[str, Any]:
         """Return the arguments of vLLM's engine that the configuration sets: the user's, and the engine's shape."""
-        own = {**self.options, "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
+        options = {**self.options, "tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipeline}
         if (part := self.part) is not None:
-            own |= {
+            options |= {
                 "distributed_executor_backend": "mp",
                 "nnodes": part.nodes,
                 "node_rank": part.node,
                 "master_addr": part.host,
                 "master_port": part.port,
             }
-        return own
+        return options
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the environment variables to set before the engine's packages are imported."""
         if self.kind != "vllm":
             return {}
-        own = dict(OF_VLLM)
+        variables = dict(OF_VLLM)
         if self.part is not None:
-            own |= {"VLLM_HOST_IP": self.part.address, "GLOO_SOCKET_IFNAME": interface_of(self.part.address)}
-        own = {name: value for name, value in own.items() if value and name not in os.environ}
+            variables |= {"VLLM_HOST_IP": self.part.address, "GLOO_SOCKET_IFNAME": interface_of(self.part.address)}
+        variables = {name: value for name, value in variables.items() if value and name not in os.environ}
         # On the CPU vLLM computes eagerly, but would still compile small parts of its sampling with a C++ compiler.
-        return own | ({"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {})
+        return variables | ({"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {})
 
 
 class Engine(Protocol):

@@ -89,29 +89,29 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
     # Everything that the compiled code depends on, also the processor: several machines may share a home folder.
     parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    name, found = f"{source.stem}-{digest[:16]}", None
+    name, cached = f"{source.stem}-{digest[:16]}", None
     # Remove cached libraries whose digest is wrong. A process that has loaded one keeps it.
     for kept in sorted(cache_folder().glob(f"{name}.*.so")):
         if kept.name == f"{name}.{hashlib.sha256(kept.read_bytes()).hexdigest()[:32]}.so":
-            found = kept
+            cached = kept
         else:
             kept.unlink(missing_ok=True)
-    if found is None:
+    if cached is None:
         # Compile into a temporary file first, since several processes may compile at once.
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-            made = Path(folder) / f"{name}.so"
+            output = Path(folder) / f"{name}.so"
             done = subprocess.run(
-                [command, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True
+                [command, *flags, str(source), "-o", str(output), "-lm"], capture_output=True, text=True
             )
             if done.returncode:
                 reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
                 _say_once(f"{command} failed on {source.name}, so torch computes what its kernels would: {reason}")
                 return None
-            found = cache_folder() / f"{name}.{hashlib.sha256(made.read_bytes()).hexdigest()[:32]}.so"
-            os.replace(made, found)
+            cached = cache_folder() / f"{name}.{hashlib.sha256(output.read_bytes()).hexdigest()[:32]}.so"
+            os.replace(output, cached)
         logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
-    return ctypes.CDLL(str(found))
+    return ctypes.CDLL(str(cached))
 
 
 @cache

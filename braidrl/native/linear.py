@@ -125,8 +125,8 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grads[0].reshape(-1, weight.shape[0])
         grad_x = onednn(rows, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
-        found = weight_gradient(rows, x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None
-        grad_weight = None if found is None else found.contiguous()
+        of_weight = weight_gradient(rows, x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None
+        grad_weight = None if of_weight is None else of_weight.contiguous()
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -149,8 +149,8 @@ def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
     transposes = grads.shape[1] > x.shape[1]
     first, second = (x, grads) if transposes else (grads, x)
     products = (
-        onednn(part.t(), other.t())
-        for part, other in zip(first.split(GRADIENT_ROWS), second.split(GRADIENT_ROWS), strict=True)
+        onednn(part.t(), columns.t())
+        for part, columns in zip(first.split(GRADIENT_ROWS), second.split(GRADIENT_ROWS), strict=True)
     )
     total = next(products)
     for product_of_part in products:

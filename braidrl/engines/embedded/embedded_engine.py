@@ -136,11 +136,11 @@ class Prompts:
         for part in parts:
             prompts, lengths = list(part.values()), [len(ids) for ids in part.values()]
             spans = [requests[name].images for name in part]
-            seen = None if images is None else images.of_prompts(prompts, spans)
+            placed_images = None if images is None else images.of_prompts(prompts, spans)
             routing = Routing() if with_routes else None
             policies = [requests[name].policy for name in part]
             with routed(routing), adapted(adapters, policies, lengths):
-                self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, seen), strict=True))
+                self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, placed_images), strict=True))
             if routing is not None:
                 routes = routing.recorded().to(routes_dtype(model)).cpu()[: sum(lengths)]
                 self.routes |= dict(zip(part, routes.split(lengths), strict=True))
@@ -340,8 +340,8 @@ class EmbeddedEngine(SteppingEngine):
         if self._by_rows:
             self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
         else:
-            asked = {name: new[slots[0]].request for name, slots in by_prompt.items()}
-            self._prompts.compute(self.model, asked, self.images, with_routes, self.adapters)
+            missing = {name: new[slots[0]].request for name, slots in by_prompt.items()}
+            self._prompts.compute(self.model, missing, self.images, with_routes, self.adapters)
         for name, slots in by_prompt.items():
             if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that begin with it.
@@ -375,10 +375,10 @@ class EmbeddedEngine(SteppingEngine):
         if grown:
             ids = list(grown.values())
             spans = [self._rows[slot].request.images for slot in grown]
-            seen = None if self.images is None else self.images.of_prompts(ids, spans)
+            placed_images = None if self.images is None else self.images.of_prompts(ids, spans)
             policies = [self._rows[slot].request.policy for slot in grown]
             with adapted(self.adapters, policies, [len(each) for each in ids]):
-                prefixes = prefill(self.model, ids, ROW_MULTIPLE, seen)
+                prefixes = prefill(self.model, ids, ROW_MULTIPLE, placed_images)
             for slot, prefix in zip(grown, prefixes, strict=True):
                 self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
 
@@ -443,25 +443,25 @@ class EmbeddedEngine(SteppingEngine):
 
     def _drawn(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, dict[str, Tensor]]:
         """Draw tokens (N,) from logits (N, V), which are overwritten; return them with their columns, (N, ...) each."""
-        pipeline, wanted = self._pipeline, self._computed
+        pipeline, columns = self._pipeline, self._computed
         last = 0 if pipeline is None else pipeline.size() - 1
         if pipeline is not None and pipeline.rank() < last:
             tokens = torch.empty_like(uniforms, dtype=torch.int64)
-            names = (LOG_PROBS, *(column.name for column in wanted))
+            names = (LOG_PROBS, *(column.name for column in columns))
             held = {name: self._states.per_token[name] for name in names}
             values = {name: store.new_empty((len(tokens), *store.shape[2:])) for name, store in held.items()}
         else:
             # Drawing overwrites the logits.
-            distribution = scaled(logits.clone(), sampling) if wanted else logits
+            distribution = scaled(logits.clone(), sampling) if columns else logits
             tokens, log_probs = self._draw(logits, uniforms, sampling)
-            values = {LOG_PROBS: log_probs, **computed_columns(wanted, distribution, tokens)}
+            values = {LOG_PROBS: log_probs, **computed_columns(columns, distribution, tokens)}
         if pipeline is not None:
             for drawn in (tokens, *values.values()):
                 dist.broadcast(drawn, group=pipeline, group_src=last)
         return tokens, values
 
     def _add_routes(self, values: dict[str, Tensor], routing: Routing, count: int) -> None:
-        """Add the routes of the first `count` tokens of a step to its columns, for which the states have room then."""
+        """Add the routes of the first `count` tokens of a step to its columns; the states grow by these columns."""
         values[ROUTED_EXPERTS] = drawn = routing.recorded()[:count].to(routes_dtype(self.model))
         if ROUTED_EXPERTS not in self._states.per_token:
             room = *self._states.tokens.shape, *drawn.shape[1:]
@@ -521,8 +521,8 @@ class EmbeddedEngine(SteppingEngine):
         self._policies = [rows[slot].request.policy if slot in rows else None for slot in slots]
         if self.adapters is not None:
             self._policy_numbers = self.adapters.numbers_of(self._policies)
-        asked = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in slots]
-        self._sampling = batch_sampling(asked, self.model.device)
+        sampling = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in slots]
+        self._sampling = batch_sampling(sampling, self.model.device)
         self._with_routes = any(ROUTED_EXPERTS in row.request.columns for row in rows.values())
         self._computed = computed_in(row.request for row in rows.values())
         """The columns that the next step computes from its logits."""

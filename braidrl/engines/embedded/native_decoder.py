@@ -119,8 +119,10 @@ class Kernels:
     def keep(
         self, read: Tensor, starts: Tensor, slots: Tensor, drawn: Tensor, log_probs: Tensor, states: SlotStates
     ) -> tuple[Tensor, Tensor]:
-        """Append to the states of rows what they have drawn behind tokens (B,) that a step has read, up to the first
-        guess that another token was drawn for; mark the tokens that count (B,), and the rows that ended (R,).
+        """Append the drawn tokens of a step to its rows' states, up to the first wrong guess; return the masks of kept
+        tokens (B,) and ended rows (R,).
+
+        Mark which tokens (B,) count, and which rows (R,) have ended.
 
         Args:
             read: (B,), tokens starts[r] to starts[r + 1] are the current token of row r and guesses of its next ones.
@@ -272,7 +274,7 @@ class NativeDecoder:
         self._look_up()
 
     def refresh(self) -> None:
-        """Look up the weights again, in case they have moved, and pack them if they have, or are not packed."""
+        """Read the addresses of weights that have moved, and of adapters that have changed."""
         self._look_up()
         now = [(matrix.data_ptr(), matrix._version) for matrix in self._matrices()]
         if now != self._packed_as_of and self.packed_bytes:
@@ -425,7 +427,7 @@ class NativeDecoder:
         return output.add_(self._product(narrow, adapters.up))
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        """Apply a linear layer; a sharded one runs its collective, and one with hooks runs them."""
+        """Apply a linear layer, with its hooks, and with its collective if it is sharded."""
         if (adapters := self._adapters_of([module])) is not None:
             weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
             return self._adapted(self._product(x, weight, bias), x, adapters)
@@ -459,11 +461,11 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
     place; otherwise their data moves, and the parameters remain the same objects.
     """
     first = parameters[0]
-    place, storage, are_joined = first.data_ptr(), first.untyped_storage().data_ptr(), True
+    end, storage, are_joined = first.data_ptr(), first.untyped_storage().data_ptr(), True
     for parameter in parameters:
-        follows = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == place
+        follows = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == end
         are_joined &= follows and parameter.is_contiguous() and parameter.shape[1:] == first.shape[1:]
-        place += parameter.numel() * parameter.element_size()
+        end += parameter.numel() * parameter.element_size()
     if are_joined:
         rows = sum(len(parameter) for parameter in parameters)
         return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
