@@ -326,7 +326,11 @@ class Endpoint:
             text = self.template.text(tokens, request.tools)
             # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
             end = first_stop(text, request.stops)
-            stop = None if end is None else next(each for each in request.stops if text.startswith(each, end))
+            stop = (
+                None
+                if end is None
+                else next(candidate for candidate in request.stops if text.startswith(candidate, end))
+            )
             message = message_of(text[:end], bool(request.tools))
             await self._run(is_long, session.remember, request.context, message)
             reason = "tool_calls" if "tool_calls" in message else REASONS[trajectory.finish_reason]

@@ -183,7 +183,7 @@ class McpEnvironment(ToolTurns):
             await asyncio.wait((task,))
             raise
         functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
-        schemas = [{"type": "function", "function": each} for each in functions]
+        schemas = [{"type": "function", "function": function} for function in functions]
         return McpEnvironment(connection.result(), schemas, verifier, over, task)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:

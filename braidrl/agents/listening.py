@@ -111,7 +111,9 @@ class BoundedConnections:
 
     def _make_room(self, most: int) -> bool:
         """Close the longest-waiting connections until at most `most` are left; return False if more remain."""
-        self._waiting = {each: None for each in self._waiting if getattr(each, "transport", None) is not None}
+        self._waiting = {
+            connection: None for connection in self._waiting if getattr(connection, "transport", None) is not None
+        }
         for oldest in list(self._waiting)[: max(0, len(self._waiting) + len(self._busy) - most)]:
             del self._waiting[oldest]
             self.closed += 1

@@ -58,7 +58,7 @@ class Player(ABC):
 
         images = rows.get("images") or [()] * len(rows)
 
-        async def one(uid: Uid, prompt: SeenIds, metadata: dict[str, Any]) -> Trajectory:
+        async def play_row(uid: Uid, prompt: SeenIds, metadata: dict[str, Any]) -> Trajectory:
             async with free:
                 # A process that was killed from outside is no fault of the environment.
                 for attempt in range(1 + max(1, self.limits.retries)):
@@ -70,22 +70,22 @@ class Player(ABC):
                             await self.play_one(trajectory, prompt, metadata)
                         except EnvironmentFailed as failed:
                             trajectory.fail(failed)
-                        about |= {"score": trajectory.score, "turns": sum(each.turns for each in trajectory.every)}
+                        about |= {"score": trajectory.score, "turns": sum(t.turns for t in trajectory.every)}
                         about |= {"error.type": trajectory.failure, "finish_reason": trajectory.finish_reason.name}
                     if not trajectory.killed and (not trajectory.failure or attempt >= self.limits.retries):
                         break
-                for each in trajectory.every:
-                    if not each.sequence_lengths:
-                        each.append(prompt.ids, opens=True, images=prompt.images)
-                        each.idle = bool(self.policies)
+                for of_policy in trajectory.every:
+                    if not of_policy.sequence_lengths:
+                        of_policy.append(prompt.ids, opens=True, images=prompt.images)
+                        of_policy.idle = bool(self.policies)
                 self.on_finished(trajectory)
                 return trajectory
 
         async with all_or_none() as group:
             prompts = zip(rows["prompt"].tolist(), images, strict=True)
             contexts = [SeenIds(ids, moved(spans, 0)) for ids, spans in prompts]
-            each = zip(rows.uids(), contexts, metadata.values, strict=True)
-            tasks = [group.create_task(one(*row)) for row in each]
+            row_arguments = zip(rows.uids(), contexts, metadata.values, strict=True)
+            tasks = [group.create_task(play_row(*row)) for row in row_arguments]
         return [task.result() for task in tasks]
 
     @abstractmethod
@@ -110,8 +110,8 @@ class Player(ABC):
         except Exception as error:
             if limit.expired():
                 raise EnvironmentFailed("timeout", f"{name} took over {self.limits.timeout_s:g} s") from None
-            found = failure_of(error)
-            raise EnvironmentFailed(found["failure"], found["detail"]) from error
+            failure = failure_of(error)
+            raise EnvironmentFailed(failure["failure"], failure["detail"]) from error
 
 
 @dataclass

@@ -71,10 +71,10 @@ async def streamed(
     replies: list[TurnReply] = []
 
     async def send(events_to_send: Iterable[str]) -> None:
-        for each in events_to_send:
+        for line in events_to_send:
             if not answer.prepared:
                 await answer.prepare(http)
-            await answer.write(each.encode())
+            await answer.write(line.encode())
 
     try:
         for index in range(request.choices):

@@ -166,14 +166,14 @@ def types_of(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named, choices = schema.get("type"), schema.get("anyOf")
-    types = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    types = {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
     return types.union(*map(types_of, choices if isinstance(choices, list) else ()))
 
 
 def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
     """Return a call with arguments written as text: strings if the schema says so, else JSON if they parse."""
     functions = (tool.get("function") or tool for tool in tools)
-    schema: Any = next((each for each in functions if each.get("name") == name.strip()), {})
+    schema: Any = next((function for function in functions if function.get("name") == name.strip()), {})
     properties = (schema.get("parameters") or {}).get("properties") or {}
     arguments: dict[str, Any] = {key.strip(): text for key, text in values}
     for key, text in arguments.items():

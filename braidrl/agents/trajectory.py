@@ -355,7 +355,9 @@ def generated_columns(
     for column in returned_columns(columns):
         # A row that drew nothing may lack a column.
         values = [row.get(column.name, column.empty()) for row in per_token]
-        dtype = next((each.dtype for each in values if len(each)), values[0].dtype if values else column.empty().dtype)
+        dtype = next(
+            (entries.dtype for entries in values if len(entries)), values[0].dtype if values else column.empty().dtype
+        )
         returned[column.name] = Ragged.from_rows(values, dtype)
     of_tokens = returned[VERSIONS]
     never = torch.iinfo(torch.int64).max

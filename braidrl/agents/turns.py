@@ -152,7 +152,7 @@ class TurnTemplate:
         except Exception as error:  # of whatever kind: the model has written what its own format does not allow
             return "", tagged([f"{type(error).__name__}: {error}"])
         functions = [call["function"] for call in message.get("tool_calls") or []]
-        calls = [written(str(each["name"]), each["arguments"]) for each in functions]
+        calls = [written(str(function["name"]), function["arguments"]) for function in functions]
         return (message.get("content") or "", tagged(calls)) if calls else None
 
 

@@ -293,14 +293,14 @@ def correction(imported: Imported, value: Any, to: str, cap: str, mode: str = ""
     if kind not in CORRECTIONS:
         return Decide(f"no correction is like {kind}; see `braid list corrections`")
     name, level = CORRECTIONS[kind]
-    given = imported.get(cap, default=2.0)
-    low, high = given if isinstance(given, list) else (imported.get(least, default=0.0), given)
-    made = {"name": name} if level == "token" else {"name": name, "level": level}
+    limits = imported.get(cap, default=2.0)
+    low, high = limits if isinstance(limits, list) else (imported.get(least, default=0.0), limits)
+    weights = {"name": name} if level == "token" else {"name": name, "level": level}
     if name == "masked":
-        return made | {"low": float(low), "high": float(high)}
+        return weights | {"low": float(low), "high": float(high)}
     if low:
         imported.advice[least or cap] = f"written with cap {high}: truncated weights have no lower bound ({low})"
-    return made | {"cap": float(high)}
+    return weights | {"cap": float(high)}
 
 
 def trl_correction(imported: Imported, value: Any, to: str) -> Any:
@@ -638,8 +638,8 @@ def score(imported: Imported, value: Any, to: str) -> Any:
 
 def devices(imported: Imported) -> int:
     """Return the number of devices that train."""
-    each = imported.number("trainer.n_gpus_per_node", "actor_num_gpus_per_node", default=8)
-    return each * imported.number("trainer.nnodes", "actor_num_nodes")
+    per_node = imported.number("trainer.n_gpus_per_node", "actor_num_gpus_per_node", default=8)
+    return per_node * imported.number("trainer.nnodes", "actor_num_nodes")
 
 
 def workers(imported: Imported, value: Any, to: str) -> Any:

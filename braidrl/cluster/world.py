@@ -322,8 +322,8 @@ class World:
 
     def isolated_rows(self) -> Isolated:
         """Return the rows that all ranks run alone, and those that they leave out; all ranks call this together."""
-        known = isolated_rows(self.elastic.meeting.store) if self.elastic is not None and self.first else ([], [])
-        isolated: Isolated = self.share("rows that have ended ranks", known)
+        rows_here = isolated_rows(self.elastic.meeting.store) if self.elastic is not None and self.first else ([], [])
+        isolated: Isolated = self.share("rows that have ended ranks", rows_here)
         return isolated
 
     def _locate(self) -> None:
@@ -494,9 +494,9 @@ class World:
         elastic = self.elastic
         if elastic is None or not elastic.wait_for_newer(NEWER_LIMIT_S):
             raise error or LostPeers("there is no other membership")
-        for each in causes(error):
+        for cause in causes(error):
             # The frames hold groups.
-            clear_frames(each.__traceback__)
+            clear_frames(cause.__traceback__)
         self.join_newest()
 
     def join_newest(self) -> None:

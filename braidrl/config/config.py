@@ -217,7 +217,7 @@ class EnvironmentConfig(SandboxConfig):
         if len(named) > 1 or value.get("name") is not None:
             keys = " and ".join([*named, *(["name"] if value.get("name") is not None else [])])
             raise ValueError(f"{keys} each name an environment; keep one")
-        others = {key: each for key, each in value.items() if key not in (*named, "name")}
+        others = {key: setting for key, setting in value.items() if key not in (*named, "name")}
         return {**others, "name": f"{named[0]}:{value[named[0]]}"}
 
     @model_validator(mode="after")

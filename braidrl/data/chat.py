@@ -211,12 +211,12 @@ def check_template(tokenizer: Any) -> None:
     if not template:
         return
     remove_slow_filters()
-    for each in template.values() if isinstance(template, dict) else [template]:
-        if not isinstance(each, str):
-            raise UserError(f"the tokenizer's chat template is no text, but {shown(each)}")
-        if len(each) > TEMPLATE_CHARACTERS:
+    for text in template.values() if isinstance(template, dict) else [template]:
+        if not isinstance(text, str):
+            raise UserError(f"the tokenizer's chat template is no text, but {shown(text)}")
+        if len(text) > TEMPLATE_CHARACTERS:
             raise UserError(
-                f"the tokenizer's chat template has {len(each)} characters, and at most {TEMPLATE_CHARACTERS} are taken"
+                f"the tokenizer's chat template has {len(text)} characters, and at most {TEMPLATE_CHARACTERS} are taken"
             )
     ours, theirs = os.pipe()
     child = os.fork()
@@ -344,7 +344,7 @@ def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
         return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
     tokens = [tokenizer.eos_token_id]
-    for part in (p for each in settings for p in (each, value_of(each, "text_config"))):
+    for part in (p for source in settings for p in (source, value_of(source, "text_config"))):
         ends = value_of(part, "eos_token_id")
         tokens += ends if isinstance(ends, Sequence) else [ends]
     return tuple(dict.fromkeys(token for token in (*tokens, turn_end_id(tokenizer)) if token is not None))

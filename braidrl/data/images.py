@@ -238,8 +238,8 @@ def has_marks(messages: Any) -> bool:
     """Return whether text that is not an assistant's has marks of images."""
     if isinstance(messages, str):
         return MARK in messages
-    given = [one for one in messages or () if isinstance(one, Mapping) and one.get("role") != "assistant"]
-    return any(isinstance(one.get("content"), str) and MARK in one["content"] for one in given)
+    others = [m for m in messages or () if isinstance(m, Mapping) and m.get("role") != "assistant"]
+    return any(isinstance(m.get("content"), str) and MARK in m["content"] for m in others)
 
 
 def names_in(messages: Any) -> list[str]:

@@ -67,7 +67,7 @@ class Admitted:
         prompt, spans, images = source.prompt(index), source.images(index), None
         if spans is not None:
             first, *others = spans
-            images = tuple((*first, *moved(each, len(prompt))) for each in others or [[]])
+            images = tuple((*first, *moved(spans_of_response, len(prompt))) for spans_of_response in others or [[]])
         return Admitted(number, position, epoch, index, source[index], prompt, responses, images)
 
 
@@ -195,26 +195,28 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
     """
     response_count = len(admitted[0].given) if admitted else 0
     samples = 2 if response_count == 2 else samples
-    each = torch.arange(len(admitted)).repeat_interleave(samples)
-    prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
+    prompt_of_row = torch.arange(len(admitted)).repeat_interleave(samples)
+    prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(prompt_of_row)
     metadata = []
     for example in (a.example for a in admitted):
         rendered = {name: value for name, value in (("tools", example.tools), (TEMPLATE, example.arguments)) if value}
         metadata.append(example.metadata | {"prompt": example.prompt, "answer": example.answer} | rendered)
     columns: dict[str, Column] = {
-        "source": torch.tensor([a.source for a in admitted], dtype=torch.int64)[each],
-        "group": torch.tensor([a.number for a in admitted], dtype=torch.int64)[each],
+        "source": torch.tensor([a.source for a in admitted], dtype=torch.int64)[prompt_of_row],
+        "group": torch.tensor([a.number for a in admitted], dtype=torch.int64)[prompt_of_row],
         "sample": torch.arange(samples).repeat(len(admitted)),
         "prompt": prompts,
         "prompt_length": prompts.lengths,
-        "metadata": Objects(tuple(metadata)).take(each),
+        "metadata": Objects(tuple(metadata)).take(prompt_of_row),
     }
     if admitted and admitted[0].images is not None:
         spans = [[list(span) for span in images] for a in admitted for images in a.images or ()]
-        columns["images"] = Objects(tuple(spans)).take(torch.arange(len(spans)) if response_count == 2 else each)
+        columns["images"] = Objects(tuple(spans)).take(
+            torch.arange(len(spans)) if response_count == 2 else prompt_of_row
+        )
     if response_count:
         responses = [r for a in admitted for r in a.given]
-        rows = torch.arange(len(responses)) if response_count == 2 else each
+        rows = torch.arange(len(responses)) if response_count == 2 else prompt_of_row
         columns["response"] = Ragged.from_rows([ids for ids, _ in responses], torch.int64).take(rows)
         columns["response_mask"] = Ragged.from_rows([trained for _, trained in responses], torch.bool).take(rows)
     return Rows(columns)

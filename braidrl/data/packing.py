@@ -134,16 +134,21 @@ def _largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Assign items to parts, largest item first, each to the cheapest part; as many items at a time as gives the same
     result.
     """
-    each = np.asarray(costs, dtype=np.float64)
-    order, part_of, loads, start = np.argsort(-each, kind="stable"), np.empty(len(each), np.int64), np.zeros(parts), 0
-    while start < len(each):
+    cost_of = np.asarray(costs, dtype=np.float64)
+    order, part_of, loads, start = (
+        np.argsort(-cost_of, kind="stable"),
+        np.empty(len(cost_of), np.int64),
+        np.zeros(parts),
+        0,
+    )
+    while start < len(cost_of):
         items = order[start : start + parts]
         cheapest = np.argsort(loads, kind="stable")[: len(items)]
-        reached = np.minimum.accumulate(loads[cheapest] + each[items])
+        reached = np.minimum.accumulate(loads[cheapest] + cost_of[items])
         passed = np.flatnonzero(loads[cheapest[1:]] > reached[:-1])
         count = int(passed[0]) + 1 if len(passed) else len(items)
         part_of[items[:count]] = cheapest[:count]
-        loads[cheapest[:count]] += each[items[:count]]
+        loads[cheapest[:count]] += cost_of[items[:count]]
         start += count
     by_part = np.argsort(part_of, kind="stable")
     items_of = np.split(by_part, np.searchsorted(part_of[by_part], np.arange(1, parts)))

@@ -73,31 +73,31 @@ class Facts:
     @staticmethod
     def of_parts(parts: Sequence[Mapping[str, Any]]) -> "Facts":
         """Return the statistics of a source from those of its parts."""
-        each = [Facts(**part) for part in parts]
-        images = sum((Counter(facts.images) for facts in each), Counter[str]())
+        facts_of_parts = [Facts(**part) for part in parts]
+        images = sum((Counter(facts.images) for facts in facts_of_parts), Counter[str]())
         unanswered = min(
-            (facts for facts in each if facts.unanswered is not None),
+            (facts for facts in facts_of_parts if facts.unanswered is not None),
             key=lambda facts: facts.unanswered or 0,
             default=None,
         )
         return Facts(
-            read=sum(facts.read for facts in each),
-            left_out=each[0].left_out,
-            without_form=each[0].without_form,
-            longest_prompt=max(facts.longest_prompt for facts in each),
-            longest_row=max(facts.longest_row for facts in each),
-            shortest=min((facts.shortest for facts in each if facts.shortest), default=0),
+            read=sum(facts.read for facts in facts_of_parts),
+            left_out=facts_of_parts[0].left_out,
+            without_form=facts_of_parts[0].without_form,
+            longest_prompt=max(facts.longest_prompt for facts in facts_of_parts),
+            longest_row=max(facts.longest_row for facts in facts_of_parts),
+            shortest=min((facts.shortest for facts in facts_of_parts if facts.shortest), default=0),
             unanswered=unanswered.unanswered if unanswered else None,
             unanswered_fields=unanswered.unanswered_fields if unanswered else [],
-            notes=first_lines([facts.notes for facts in each]),
-            unread=first_lines([facts.unread for facts in each]),
+            notes=first_lines([facts.notes for facts in facts_of_parts]),
+            unread=first_lines([facts.unread for facts in facts_of_parts]),
             images=dict(images),
         )
 
 
-def first_lines(each: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def first_lines(mappings: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Return the least line of each key of several mappings."""
-    return {key: min(lines.get(key, sys.maxsize) for lines in each) for mapping in each for key in mapping}
+    return {key: min(lines.get(key, sys.maxsize) for lines in mappings) for mapping in mappings for key in mapping}
 
 
 class LoadingRanks(Protocol):

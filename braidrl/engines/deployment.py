@@ -204,8 +204,10 @@ class Engines:
 
     def in_pools(self, pools: Iterable[Pool]) -> tuple[Pool, ...]:
         """Return the pools; each generating pool has the number of engine processes that it starts."""
-        started, each = self.started, self.ranks_per_node
-        return tuple(replace(pool, engines=started, engine_devices=each) if pool.generating else pool for pool in pools)
+        started, ranks = self.started, self.ranks_per_node
+        return tuple(
+            replace(pool, engines=started, engine_devices=ranks) if pool.generating else pool for pool in pools
+        )
 
 
 @dataclass(frozen=True)

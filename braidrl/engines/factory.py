@@ -170,10 +170,10 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Dep
         specs = [replace(spec, devices=devices) for devices in shares]
     spanning, python, limit_s = None, config.rollout.python, config.cluster.wait_limit_s
     engines = []
-    for number, each in enumerate(specs):
+    for number, settings in enumerate(specs):
         if isinstance(ranks, OneOf) and ranks.spanning is not None:
             spanning = replace(ranks.spanning, store=dist.PrefixStore(f"engine/{number}", ranks.spanning.store))
-        engines.append(EngineProcess(each, f"{role}'s engine {number}", python, limit_s, spanning))
+        engines.append(EngineProcess(settings, f"{role}'s engine {number}", python, limit_s, spanning))
     return engines
 
 

@@ -50,7 +50,7 @@ def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding
         for model, responses in zip(models, versions_drawn, strict=True):
             rows = [torch.cat([prompt, answer.tokens]) for prompt, answer in zip(prompts, responses, strict=True)]
             with torch.no_grad():
-                expected = [each[-TOKENS:] for each in packed_log_probs(model, rows)]
+                expected = [log_probs_of_row[-TOKENS:] for log_probs_of_row in packed_log_probs(model, rows)]
             gaps.append(distance([response.log_probs for response in responses], expected))
         return max(gaps), BOUND
 

@@ -109,7 +109,7 @@ def update_plan(
     evenly over the updates. Raises ValueError if `rows_per_update` does not divide the batch, or two rows have the same
     identity.
     """
-    numbers = np.stack([np.asarray(each, dtype=np.int64) for each in (groups, samples)])
+    numbers = np.stack([np.asarray(column, dtype=np.int64) for column in (groups, samples)])
     # Row i of the batch is row order[i] of those sorted by (group, sample).
     order = training_order(*numbers)
     if order.size and (np.diff(numbers[:, order]) == 0).all(0).any():

@@ -375,8 +375,10 @@ def verdicts_by_group(
     if partial:
         np.minimum.at(oldest, group_of_row, index["version"].numpy())
     # A batch has thousands of kept groups: those of one version share a verdict.
-    kept = {each: Verdict(version=each) for each in np.unique(oldest).tolist()}
-    verdicts = {group: kept[each] for group, each in zip(groups.tolist(), oldest.tolist(), strict=True)}
+    kept = {version_of_group: Verdict(version=version_of_group) for version_of_group in np.unique(oldest).tolist()}
+    verdicts = {
+        group: kept[version_of_group] for group, version_of_group in zip(groups.tolist(), oldest.tolist(), strict=True)
+    }
     dropped = [group for group, reason in reasons.items() if reason is not None and group in verdicts]
     scores = scores_by_group(index.take(torch.isin(index["group"], torch.tensor(dropped)))) if dropped else {}
     return verdicts | {group: Verdict(reasons[group], verdicts[group].version, scores.get(group)) for group in dropped}

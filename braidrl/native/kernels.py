@@ -31,7 +31,7 @@ def attend_short(
     dtype, states = query.dtype, (query, key, value)
     if longest > LONGEST or dtype not in DTYPES or not in_memory(*states) or library("attention", dtype) is None:
         return None
-    if any(each.dtype != dtype or each.stride(-1) != 1 for each in states):
+    if any(tensor.dtype != dtype or tensor.stride(-1) != 1 for tensor in states):
         return None
     return _Attention.apply(query, key, value, offsets, longest, scaling, window or 0)
 
@@ -61,8 +61,8 @@ def _attend(states: Sequence[Tensor | None], offsets: Tensor, longest: int, scal
     """Fill the output, or the three gradients. Raises MemoryError."""
     query, key = states[0], states[1]
     assert query is not None and key is not None
-    places = [None if each is None else each.data_ptr() for each in states]
-    strides = [stride for each in states for stride in (each.stride()[:2] if each is not None else (0, 0))]
+    places = [None if tensor is None else tensor.data_ptr() for tensor in states]
+    strides = [stride for tensor in states for stride in (tensor.stride()[:2] if tensor is not None else (0, 0))]
     done = library("attention", query.dtype).attention(
         *places,
         address(offsets, torch.int32),

@@ -35,7 +35,7 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
     split = {use.role for group in groups for use in group.uses if use.apart}
     for group in groups:
         roles: dict[str, Choice] = {}
-        kind = next((each for each in problem.cluster.groups if each.kind == group.kind), problem.cluster.groups[0])
+        kind = next((g for g in problem.cluster.groups if g.kind == group.kind), problem.cluster.groups[0])
         for use_asked in group.uses:
             use = role_deployment(use_asked, deployment, group.devices)
             costs = {
@@ -93,9 +93,11 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         divisors = {name: engine.divisor for name, engine in engines.items()}
         # Each set is a worker group, named first; roles that play in it have no count of their own.
         named = {next(iter(set_choice.roles)): set_choice for set_choice in plan.sets}
-        counts: dict[str, Any] = {name: each.devices // divisors.get(name, 1) for name, each in named.items()}
+        counts: dict[str, Any] = {
+            name: set_of_group.devices // divisors.get(name, 1) for name, set_of_group in named.items()
+        }
         if has_kinds:
-            kinds = {name: each.group.kind for name, each in named.items()}
+            kinds = {name: set_of_group.group.kind for name, set_of_group in named.items()}
             counts = {name: {"workers": count, "kind": kinds[name]} for name, count in counts.items()}
             tree["cluster"] = {"launcher": "ray"}
         tree |= {"streaming": {"workers": counts}, "placement": "colocate"}

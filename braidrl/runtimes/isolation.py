@@ -31,5 +31,5 @@ def run_isolated(
     passes = deaths.passes(uids)
     done = [run(stage, table.take(rows)) for rows in passes]
     order = [row for rows in passes for row in rows]
-    whole: TableT = done[0].cat(done)
-    return whole.take(sorted(range(len(order)), key=order.__getitem__))
+    joined: TableT = done[0].cat(done)
+    return joined.take(sorted(range(len(order)), key=order.__getitem__))

@@ -181,8 +181,8 @@ def fit(roles: Collection[str], deployment: Deployment, ranks: int) -> bool:
 
 def free_groups(error: BaseException | None) -> None:
     """Free the process groups that an error's frames hold; call it when nothing else refers to them."""
-    for each in causes(error):
-        clear_frames(each.__traceback__)
+    for cause in causes(error):
+        clear_frames(cause.__traceback__)
     gc.unfreeze()
     gc.collect()
     gc.freeze()

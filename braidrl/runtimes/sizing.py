@@ -232,9 +232,11 @@ def demands(prepared: Prepared) -> list[Demand]:
 def shares_devices(prepared: Prepared) -> bool:
     """Return True if engine processes share this process's devices with training."""
     available, pools = device_count(prepared.config.device), prepared.deployment.pools
-    each = [(pool.workers * pool.device, pool.engines * pool.engine_devices) for pool in pools]
-    together = sum(ranks * max(1, engines) for ranks, engines in each)
-    return available is not None and together <= available < sum(ranks * (1 + engines) for ranks, engines in each)
+    ranks_and_engines = [(pool.workers * pool.device, pool.engines * pool.engine_devices) for pool in pools]
+    together = sum(ranks * max(1, engines) for ranks, engines in ranks_and_engines)
+    return available is not None and together <= available < sum(
+        ranks * (1 + engines) for ranks, engines in ranks_and_engines
+    )
 
 
 def beside_vllm(prepared: Prepared) -> list[int]:

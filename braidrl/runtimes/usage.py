@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
     def played(trajectories: Sequence[Trajectory]) -> "Drawn":
         """Return the tokens drawn in all turns of trajectories."""
         tokens, attended = np.zeros((2, len(trajectories)), dtype=np.int64)
-        for row, trajectory in ((row, each) for row, episode in enumerate(trajectories) for each in episode.every):
+        for row, trajectory in ((row, t) for row, episode in enumerate(trajectories) for t in episode.every):
             actions, lengths = (
                 np.array(trajectory.actions, dtype=bool),
                 np.array(trajectory.sequence_lengths, dtype=np.int64),

@@ -133,7 +133,7 @@ def adapters(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         {n: merged(t) for n, t in plain_names(model, model.state_dict(keep_vars=True)).items()}, strict=False
     )
     with torch.no_grad():
-        value = proof.distance([each.detach() for each in adapted], proof.packed_log_probs(plain, twin.rows))
+        value = proof.distance([log_probs.detach() for log_probs in adapted], proof.packed_log_probs(plain, twin.rows))
     if without:
         raise ValueError(f"adapters without a gradient: {without[0]}")
     return value, proof.BOUND
@@ -151,7 +151,7 @@ def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
         theirs.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0])
     exact = twin.alone[0]
-    packed, unpacked = (float((torch.cat(each) - torch.cat(exact)).abs().median()) for each in (ours, theirs))
+    packed, unpacked = (float((torch.cat(log_probs) - torch.cat(exact)).abs().median()) for log_probs in (ours, theirs))
     return packed, ROUNDING * unpacked + 1e-3
 
 
@@ -304,8 +304,8 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan, names: Collection[str] 
             raise ValueError("its attention is its own")
         both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
         pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
-        each = [abs(a - b) for sharded, row in pairs for a, b in zip(sharded, row, strict=True)]
-        return max(*each, abs(both["norm"] - alone["norm"]) / alone["norm"]), proof.BOUND
+        gaps = [abs(a - b) for sharded, row in pairs for a, b in zip(sharded, row, strict=True)]
+        return max(*gaps, abs(both["norm"] - alone["norm"]) / alone["norm"]), proof.BOUND
 
     with tempfile.TemporaryDirectory() as folder:
         save(twin.model(plan), folder)

@@ -468,7 +468,7 @@ def read_model_config(path: str | Path) -> Any:
                 continue
             # Some types give a width for each layer.
             several = value if isinstance(value, list) and name not in NEEDED else [value]
-            if not several or not all(type(each) is int and 1 <= each <= most for each in several):
+            if not several or not all(type(number) is int and 1 <= number <= most for number in several):
                 raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a whole number from 1 to {most}")
         # A type may have its heads under a name of its own, as Dbrx and GPT-2 have.
         heads, per_group = about.get("num_attention_heads"), about.get("num_key_value_heads")

@@ -167,7 +167,9 @@ def start_from(model: nn.Module, path: Path) -> None:
         saved = read_adapters(path, shapes_in(adapters))
     except (OSError, SafetensorError) as error:
         raise UserError(f"lora.adapter: {path} cannot be read ({first_line(error)})") from error
-    shapes, saved_shapes = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (adapters, saved))
+    shapes, saved_shapes = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (adapters, saved)
+    )
     if unlike := sorted(name for name in shapes | saved_shapes if shapes.get(name) != saved_shapes.get(name)):
         name = unlike[0]
         raise UserError(

@@ -263,7 +263,7 @@ def auto_class(config: Any) -> Any:
         if type(config) in auto._model_mapping:
             composite = auto._model_mapping[type(config)]
             classes = composite if isinstance(composite, tuple) else (composite,)
-            if not is_text or named & {each.__name__ for each in classes}:
+            if not is_text or named & {kind_class.__name__ for kind_class in classes}:
                 return auto
     return AutoModelForCausalLM
 
@@ -276,7 +276,7 @@ def scorer_class(config: Any) -> Any:
     auto, kind = AutoModelForSequenceClassification, type(config)
     if kind not in auto._model_mapping and kind in AutoModelForImageTextToText._model_mapping:
         composite = AutoModelForImageTextToText._model_mapping[kind]
-        base = next(each for each in composite.__mro__[1:] if issubclass(each, PreTrainedModel))
+        base = next(parent for parent in composite.__mro__[1:] if issubclass(parent, PreTrainedModel))
         name = base.__name__.removesuffix("PreTrainedModel") + "ForSequenceClassification"
         # The module of its parts: transformers converts no weights of classes outside of itself.
         members = {"__module__": base.__module__, "config_class": kind}

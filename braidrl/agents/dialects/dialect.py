@@ -191,7 +191,7 @@ def read_stops(body: Json, name: str) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         some = f"a list of up to {MOST_STOPS} such"
         raise UserError(f"{name} must be a text that is not empty, or {some}, not {shown(value)}")
-    if any(len(each) > MOST_STOP_CHARACTERS for each in stops):
+    if any(len(stop) > MOST_STOP_CHARACTERS for stop in stops):
         raise UserError(f"a text of {name} has at most {MOST_STOP_CHARACTERS} characters")
     return tuple(stops)
 
@@ -212,7 +212,7 @@ def refuse(body: Json, unsupported: Sequence[str], usual: Mapping[str, Any] | No
 def read_objects(body: Json, name: str) -> list[dict[str, Any]]:
     """Return a list of objects, empty if there is none."""
     objects = body.get(name) or []
-    if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
+    if not isinstance(objects, list) or not all(isinstance(item, dict) for item in objects):
         raise UserError(f"`{name}` must be a list of {'functions' if name == 'tools' else 'objects'}")
     return objects
 

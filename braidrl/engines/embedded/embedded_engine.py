@@ -377,7 +377,7 @@ class EmbeddedEngine(SteppingEngine):
             spans = [self._rows[slot].request.images for slot in grown]
             placed_images = None if self.images is None else self.images.of_prompts(ids, spans)
             policies = [self._rows[slot].request.policy for slot in grown]
-            with adapted(self.adapters, policies, [len(each) for each in ids]):
+            with adapted(self.adapters, policies, [len(row_ids) for row_ids in ids]):
                 prefixes = prefill(self.model, ids, ROW_MULTIPLE, placed_images)
             for slot, prefix in zip(grown, prefixes, strict=True):
                 self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)

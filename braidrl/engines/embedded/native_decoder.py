@@ -135,11 +135,14 @@ class Kernels:
         kept, ended = torch.zeros(len(read), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
         held = states.per_token[LOG_PROBS]
         self._functions.keep(
-            *(address(each, torch.int64) for each in (read, starts, slots, drawn)),
+            *(address(integers, torch.int64) for integers in (read, starts, slots, drawn)),
             address(log_probs, torch.float32),
             address(states.tokens, torch.int64),
             address(held, torch.float32),
-            *(address(each, torch.int64) for each in (states.current, states.position, states.drawn, states.limit)),
+            *(
+                address(integers, torch.int64)
+                for integers in (states.current, states.position, states.drawn, states.limit)
+            ),
             address(states.stop_token_ids, torch.int64),
             address(kept, torch.bool),
             address(ended, torch.bool),
@@ -279,9 +282,9 @@ class NativeDecoder:
         now = [(matrix.data_ptr(), matrix._version) for matrix in self._matrices()]
         if now != self._packed_as_of and self.packed_bytes:
             self._panels = {
-                each.data_ptr(): packed(each)
+                panel.data_ptr(): packed(panel)
                 for matrix in self._matrices()
-                for each in (matrix if matrix.dim() == 3 else [matrix])
+                for panel in (matrix if matrix.dim() == 3 else [matrix])
             }
         self._packed_as_of = now
 

@@ -56,8 +56,8 @@ class TensorRanks:
 
     def all_gather(self, part: Tensor, width: int) -> Tensor:
         """Gather every rank's chunk (..., chunk of width) along the last dimension, (..., width), on all ranks."""
-        each = -(-width // self.size)
-        parts = self._gather(pad(part, (0, each - part.shape[-1])))
+        columns = -(-width // self.size)
+        parts = self._gather(pad(part, (0, columns - part.shape[-1])))
         return torch.cat(parts, -1)[..., :width].contiguous()
 
     def _gather(self, part: Tensor) -> list[Tensor]:

@@ -168,7 +168,7 @@ class Guesses:
         done = self._functions.draft(
             address(self._pointers, torch.int64),
             address(self.cells, torch.float32),
-            *(address(each, torch.int64) for each in arrays),
+            *(address(array, torch.int64) for array in arrays),
             address(probabilities, torch.float32),
             len(slots),
             tokens.shape[1],
@@ -310,7 +310,7 @@ class Speculation:
         drafts, probabilities = self.guesses.of(slots, tokens, drawn, most)
         ordered, places = probabilities.flatten().sort(descending=True, stable=True)
         likely = ordered[: max(0, self._most - len(slots))].tolist()
-        likely = [each * self.trust for each in likely if each > 0]
+        likely = [probability * self.trust for probability in likely if probability > 0]
         taken = useful_guesses(likely, len(slots), self.costs, self._multiple, self._most)
         if not taken:
             self._wait = min(MOST_WAIT, 2 * self._wait + 1)

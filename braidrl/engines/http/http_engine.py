@@ -179,13 +179,15 @@ class HttpEngine:
                 raise UserError(f"rollout.servers: {early}, {MOST_EARLY_ENDS} times; name another server")
             raise EngineError(early)
         count = len(row.tokens)
-        drawn = {name: torch.tensor(each[:count], dtype=token_columns[name].dtype) for name, each in values.items()}
+        drawn = {
+            name: torch.tensor(entries[:count], dtype=token_columns[name].dtype) for name, entries in values.items()
+        }
         return row.finished(not ended, (torch.tensor(row.tokens, dtype=torch.int64), drawn))
 
     def fault_in(self, tokens: Any, values: Mapping[str, Any]) -> str:
         """Return what is wrong with the tokens of an answer, and with their values; an empty text if nothing."""
         vocabulary = self.spec.vocabulary
-        if not all(isinstance(each, list) for each in (tokens, *values.values())):
+        if not all(isinstance(entries, list) for entries in (tokens, *values.values())):
             return "gives no lists of tokens and of their values"
         for token in tokens:
             if type(token) is not int or not 0 <= token < vocabulary:

@@ -421,7 +421,7 @@ class EngineService:
         on_finished: Callable[[Response], None] | None = None,
         changes: Callable[[], Changes] | None = None,
     ) -> list[Response]:
-        async def one(request: Request) -> Response:
+        async def answer(request: Request) -> Response:
             finished = await self.router.submit(request)
             if on_finished and finished.finish_reason is not FinishReason.ABORT:
                 on_finished(finished)
@@ -429,7 +429,7 @@ class EngineService:
 
         async def every(router: ServedEngine) -> list[Response]:
             async with all_or_none() as group:
-                first = [group.create_task(one(request)) for request in requests]
+                first = [group.create_task(answer(request)) for request in requests]
                 tasks, more = list(first), changes is not None
                 while changes is not None and (more or not all(task.done() for task in tasks)):
                     running = [task for task in tasks if not task.done()]
@@ -439,7 +439,7 @@ class EngineService:
                         # The row may have ended by itself, or with its engine.
                         with contextlib.suppress(KeyError, EngineError):
                             await router.abort(uid)
-                    tasks += [group.create_task(one(request)) for request in change.added]
+                    tasks += [group.create_task(answer(request)) for request in change.added]
                     more = change.more
             return [task.result() for task in first]
 

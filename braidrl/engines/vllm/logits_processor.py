@@ -72,7 +72,7 @@ class DrawByRow(LogitsProcessor):
             if row.draws.columns:
                 # A row that vLLM has preempted draws no token twice.
                 kept = self._values.setdefault(row.draws.name, {})
-                kept[len(row.tokens)] = {name: each[number] for name, each in values.items()}
+                kept[len(row.tokens)] = {name: column[number] for name, column in values.items()}
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None].to(logits.dtype))
 
     def take_values(self, rows: Sequence[str]) -> dict[str, dict[str, Tensor]]:

@@ -293,9 +293,12 @@ def ranks_of_node(spec: EngineSpec) -> Iterator[None]:
 def key_numbers(config: Any) -> int:
     """Return the numbers of a token's keys in the widest layer; Gemma 4 has layers with heads of several widths."""
     layers = getattr(config, "per_layer_config", None)
-    each = [layers[n] for n in range(config.num_hidden_layers)] if layers else [config]
-    widths = [getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads for layer in each]
-    return int(max(layer.num_key_value_heads * width for layer, width in zip(each, widths, strict=True)))
+    layers_of_model = [layers[n] for n in range(config.num_hidden_layers)] if layers else [config]
+    widths = [
+        getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for layer in layers_of_model
+    ]
+    return int(max(layer.num_key_value_heads * width for layer, width in zip(layers_of_model, widths, strict=True)))
 
 
 def vision_of(spec: EngineSpec) -> Vision | None:
@@ -354,9 +357,9 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
             keys += draft.num_hidden_layers * key_numbers(draft)
         elif drafts.get("method") == "mtp":
             keys += (getattr(text, "num_nextn_predict_layers", None) or 1) * key_numbers(text)
-        each = 2 * keys * getattr(torch, spec.dtype).itemsize
+        token_bytes = 2 * keys * getattr(torch, spec.dtype).itemsize
         room = psutil.virtual_memory().available // 2
-        arguments |= {"kv_cache_memory_bytes": min(int(each * positions), room), "enforce_eager": True}
+        arguments |= {"kv_cache_memory_bytes": min(int(token_bytes * positions), room), "enforce_eager": True}
         # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
         options.pop("enable_sleep_mode", None)
     by_row = {

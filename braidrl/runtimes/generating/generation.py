@@ -226,7 +226,7 @@ class Generation:
         leader: dict[tuple[int, int], Uid] = {}
         undrawn = self._all_undrawn(stage, rows)
         first = {uid: leader.setdefault(uid[:2], uid) if greedy and uid not in undrawn else uid for uid in position}
-        requests = [each for each in requests if first[each.uid] == each.uid and each.uid not in undrawn]
+        requests = [request for request in requests if first[request.uid] == request.uid and request.uid not in undrawn]
         partial = self.partial(stage, rows, self.moves.version)
         requests = partial.rest(requests) if partial else requests
         # Answers in a suspended group would be checked in vain.
@@ -297,7 +297,7 @@ class Generation:
         """
         engines = {role: self.engines[role] for role in policies_of(stage)}
         engine = engines[str(stage.role)]
-        if not len(rows) and not any(each.is_collective for each in engines.values()):
+        if not len(rows) and not any(e.is_collective for e in engines.values()):
             return {}
         limits = limits_of(self.config, engine.max_sequence_tokens, self.ranks)
         with self.progress.stage(stage.name, len(rows)) as bar:
@@ -306,8 +306,8 @@ class Generation:
                 stop.wait_for_turn(self.config.rollout.environment.at_once, Ranks(engine.group))
 
             def finished(ended: Trajectory) -> None:
-                drawn = sum(each.action_tokens for each in ended.every)
-                bar.update(1, drawn, sum(each.in_flight for each in set(engines.values())))
+                drawn = sum(t.action_tokens for t in ended.every)
+                bar.update(1, drawn, sum(e.in_flight for e in set(engines.values())))
                 if stop is not None:
                     stop.count(drawn)
 
@@ -416,9 +416,9 @@ class Generation:
         if "environment" not in stage.params:
             return Response(uid, torch.empty(0, dtype=torch.int64), FinishReason.ERROR, nothing)
         trajectory = Trajectory(uid, others={role: Trajectory(uid) for role in policies_of(stage)[1:]})
-        for each in trajectory.every:
-            each.per_token = dict(nothing)
-            each.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))
+        for of_policy in trajectory.every:
+            of_policy.per_token = dict(nothing)
+            of_policy.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))
         trajectory.fail(EnvironmentFailed("died", LEFT_OUT))
         return trajectory
 

@@ -45,8 +45,8 @@ def skimmed(amounts: Sequence[int], count: int) -> list[int]:
         following = amounts[order[largest]] if largest < len(order) else 0
         if total - largest * following >= count:
             level, more = divmod(total - count, largest)
-            for position, each in enumerate(order[:largest]):
-                taken[each] = amounts[each] - level - (position < more)
+            for position, rank in enumerate(order[:largest]):
+                taken[rank] = amounts[rank] - level - (position < more)
             break
     return taken
 
@@ -113,17 +113,17 @@ class Loans:
             # One of the ranks that decode together offers their slots.
             if not self.engine.waiting and Ranks(self.engine.group).rank == 0:
                 free = max(0, self.engine.slots - self.engine.in_flight - sum(self.coming.values()))
-        each = [0] * (2 * size if self.by_rank else 0)
-        if each:
-            each[rank], each[size + rank] = waiting, free
-        return [waiting, free, *each]
+        by_rank = [0] * (2 * size if self.by_rank else 0)
+        if by_rank:
+            by_rank[rank], by_rank[size + rank] = waiting, free
+        return [waiting, free, *by_rank]
 
     def take(self, totals: Sequence[int]) -> None:
         """Take the sums of a round over all ranks' `numbers`."""
-        waiting, free, *each = totals
+        waiting, free, *by_rank = totals
         self.may_come, self.by_rank = waiting > 0, waiting > 0 and free > 0
-        if each and self.engine is not None:
-            for move in planned_moves(each[: self.world.size], each[self.world.size :]):
+        if by_rank and self.engine is not None:
+            for move in planned_moves(by_rank[: self.world.size], by_rank[self.world.size :]):
                 if self.world.rank == move.lender:
                     self.moves.append(move)
                 elif self.world.rank == move.borrower:

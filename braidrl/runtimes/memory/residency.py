@@ -274,13 +274,13 @@ class Residency:
         if self.budget is None:
             return
         with self._lock:
-            wanted = (self.kept | needed) & self.held.keys()
-            for asset in sorted(self.held.keys() - wanted):
+            on_device = (self.kept | needed) & self.held.keys()
+            for asset in sorted(self.held.keys() - on_device):
                 # Recorded first: an interrupted move is repeated as a whole.
                 self.resident.discard(asset)
                 self.held[asset].before_leaving()
                 self.held[asset].offloadable.offload()
-            for asset in sorted(wanted - self.resident):
+            for asset in sorted(on_device - self.resident):
                 self.held[asset].offloadable.onload()
                 self.resident.add(asset)
             self.current = needed

@@ -72,8 +72,8 @@ def with_workers(pool: Pool, settings: WorkersConfig) -> Pool:
 
     Raises UserError if they do not divide over the nodes.
     """
-    each = pool.workers if pool.generating else 1
-    workers = pool.workers if settings.workers is None else settings.workers * each
+    processes = pool.workers if pool.generating else 1
+    workers = pool.workers if settings.workers is None else settings.workers * processes
     check_nodes("streaming.workers", pool.name, workers, settings.nodes)
     return replace(pool, workers=workers, kind=settings.kind, nodes=settings.nodes)
 

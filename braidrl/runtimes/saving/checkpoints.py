@@ -156,7 +156,7 @@ class Checkpoints:
             tables = {f"surplus-{number}": table for number, table in enumerate(position.surplus)}
             for number, batch in enumerate(position.started):
                 tables |= {f"started-{number}": batch.table, f"started-{number}{LEFT_OUT}": batch.left_out}
-                tables |= {f"started-{number}-surplus-{n}": each for n, each in enumerate(batch.after.surplus)}
+                tables |= {f"started-{number}-surplus-{n}": surplus for n, surplus in enumerate(batch.after.surplus)}
             for name, table in tables.items():
                 backend.save_rows((partial_path(path) if self.first else path) / f"{name}.rows", table)
             if self.first:

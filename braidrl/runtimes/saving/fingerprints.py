@@ -38,7 +38,7 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
     sources |= {"data.ptx": config.data.ptx} if config.data.ptx else {}
     data = {}
     for key, source in sources.items():
-        below = sorted(each for each in source.path.rglob("*") if each.is_file())
+        below = sorted(file for file in source.path.rglob("*") if file.is_file())
         data[key] = files_digest(below if source.path.is_dir() else [source.path])
     template = [tokenizer.chat_template, config.data.chat_template, config.data.system_prompt]
     words = {"tokenizer": vocabulary, "template": template}

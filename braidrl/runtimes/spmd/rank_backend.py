@@ -189,8 +189,10 @@ class RankBackend:
                     owner[update] = balanced_owners(lengths[update], owner[update], self.world.size)
             table = self.exchange.move(stage.name, table, owner, needed)
         elif stage.scope is Scope.GROUP:
-            groups, each = table.index["group"], torch.ones_like(table.owner)
-            table = self.exchange.move(stage.name, table, balanced_owners(each, table.owner, self.world.size, groups))
+            groups, equal_costs = table.index["group"], torch.ones_like(table.owner)
+            table = self.exchange.move(
+                stage.name, table, balanced_owners(equal_costs, table.owner, self.world.size, groups)
+            )
         local_sums, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)
@@ -284,7 +286,7 @@ class RankBackend:
         if len(rows := table.rows):
             self.store.record(part, rows, replace(later, owner=table.owner).rows)
         filled = set(table.owner.tolist())
-        machines = [ranks for each in self.world.machines if (ranks := [r for r in each if r in filled])]
+        machines = [ranks for machine in self.world.machines if (ranks := [r for r in machine if r in filled])]
         self.world.meet("written rows")
         columns = list[str]()
         for number, ranks in enumerate(machines):

@@ -90,7 +90,7 @@ class Shard:
         """Return the table after ranks have new numbers; this one is now `rank`. Raises KeyError if the payload of a
         row was on a rank without one.
         """
-        owner = torch.tensor([ranks[each] for each in self.owner.tolist()], dtype=torch.int64)
+        owner = torch.tensor([ranks[former] for former in self.owner.tolist()], dtype=torch.int64)
         return replace(self, owner=owner, rank=rank)
 
     @staticmethod
@@ -283,12 +283,12 @@ def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | N
     part_of = np.empty(len(costs), np.int64)
     for number, part in enumerate(parts):
         part_of[part] = number
-    each = costs.numpy()
-    if together and fullest <= IN_PLACE * np.bincount(part_of, each).max():
+    cost_of = costs.numpy()
+    if together and fullest <= IN_PLACE * np.bincount(part_of, cost_of).max():
         return owner
     # What each rank has of a part already, the most first.
     pairs, pair_of_row = np.unique(part_of * ranks + owner.numpy(), return_inverse=True)
-    here = np.bincount(pair_of_row, each)
+    here = np.bincount(pair_of_row, cost_of)
     rank_of, taken = dict[int, int](), set[int]()
     for pair in pairs[np.lexsort((pairs, -here, pairs // ranks))].tolist():
         number, rank = divmod(pair, ranks)

@@ -492,9 +492,9 @@ class ControlPlane(QueueController):
             most = min(most, request.slots - running)
         if self.episodes is not None and "environment" in consumer.stages[0].params:
             leases = (
-                (each.consumers.by_name[lease.task], lease)
-                for each in self.streams
-                for lease in each.tasks.leases.held.values()
+                (source.consumers.by_name[lease.task], lease)
+                for source in self.streams
+                for lease in source.tasks.leases.held.values()
             )
             playing = sum(lease.left for generating, lease in leases if "environment" in generating.stages[0].params)
             most = min(most, self.episodes - playing)

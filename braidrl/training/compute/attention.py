@@ -384,7 +384,7 @@ class EqualRows(AttentionContext):
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with queries (S, H, L, D); returns (S, L, H, E)."""
-        states = [each.transpose(1, 2) for each in (query, key, value)]
+        states = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         return attend_equal(states[0], states[1], states[2], scores, self.keep_scores).unflatten(0, self.shape)
 
 

@@ -165,8 +165,10 @@ class ExpertProducts:
         """Return rows (S, in) by weights (E, out, in), plus biases (E, out)."""
         if self.sizes is None and rows.dtype is not torch.float64:
             # One grouped product, where shapes allow it.
-            each = None if biases is None else biases.repeat_interleave(self.counts, 0, output_size=len(rows))
-            return _grouped_linear(rows, weights.mT, self.counts.cumsum(0, dtype=torch.int32), each, is_transposed=True)
+            biases_of_rows = None if biases is None else biases.repeat_interleave(self.counts, 0, output_size=len(rows))
+            return _grouped_linear(
+                rows, weights.mT, self.counts.cumsum(0, dtype=torch.int32), biases_of_rows, is_transposed=True
+            )
         parts = zip(
             rows.split(self.sizes or self.counts.tolist()),
             weights.unbind(),

@@ -171,7 +171,7 @@ class Packed:
             return self
         device, count = self.input_ids.device, len(self.input_ids)
         lengths = tuple(min(FILLER, missing - start) for start in range(0, missing, FILLER))
-        families = None if self.families is None else (*self.families, *(Family(each, (), ()) for each in lengths))
+        families = None if self.families is None else (*self.families, *(Family(length, (), ()) for length in lengths))
         places = torch.arange(count, device=device)
         filled = self.select(torch.cat([places, places.new_full((missing,), -1)]), places)
         of_filler = torch.arange(missing, device=device) % FILLER

@@ -160,7 +160,8 @@ def body_of(model: Any) -> Body:
         return special(model)
     decoder = decoder_of(model)
     names = [
-        next((n for n in known if isinstance(getattr(decoder, n, None), nn.Module)), None) for known in PARTS.values()
+        next((n for n in candidates if isinstance(getattr(decoder, n, None), nn.Module)), None)
+        for candidates in PARTS.values()
     ]
     body = Body(decoder, *names)
     if not len(body.layers):

@@ -154,7 +154,7 @@ def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Seque
     for form in FORMS if kept else FORMS[:1]:
         if kept:
             # Encoded images in the form in which a vision tower returns them.
-            parts = [tuple(each) for each in zip(*kept, strict=True)]
+            parts = [tuple(embeddings) for embeddings in zip(*kept, strict=True)]
             first = form(parts[0])
             encoded = SimpleNamespace(pooler_output=first, last_hidden_state=first, deepstack_features=parts[1:])
             options["mm_encoder_outputs"] = {"image": encoded}

@@ -162,7 +162,7 @@ class ModelImages:
     def encoded(self, names: Sequence[str]) -> list[Tensor]:
         """Return the embeddings (E, D) of images, in order, and those that the model adds after its first layers."""
         parts = [self._encoded(name) for name in names]
-        return [torch.cat(each) for each in zip(*parts, strict=True)]
+        return [torch.cat(level) for level in zip(*parts, strict=True)]
 
     def _encoded(self, name: str) -> list[Tensor]:
         if name in self._kept:
@@ -171,7 +171,7 @@ class ModelImages:
         with torch.set_grad_enabled(self.tower_changes and torch.is_grad_enabled()):
             embeddings = self.encode(name)
         expected = self.vision.expansion(name).count(self.vision.token)
-        if any(len(each) != expected for each in embeddings):
+        if any(len(level) != expected for level in embeddings):
             raise UserError(
                 f"the image {self.vision.store.path(name)} has {len(embeddings[0])} embeddings for {expected} tokens; "
                 "take the image processor of this model"
@@ -179,10 +179,10 @@ class ModelImages:
         self.encoded_count += 1
         if not self.tower_changes:
             self._kept[name] = embeddings
-            self._held += sum(each.nbytes for each in embeddings)
+            self._held += sum(level.nbytes for level in embeddings)
             while self._held > self.kept_bytes and len(self._kept) > 1:
                 _, oldest = self._kept.popitem(last=False)
-                self._held -= sum(each.nbytes for each in oldest)
+                self._held -= sum(level.nbytes for level in oldest)
         return embeddings
 
     def encode(self, name: str) -> list[Tensor]:

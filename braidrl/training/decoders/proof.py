@@ -146,7 +146,7 @@ class Twin:
         for number, (row, special) in enumerate(zip(rows, cycle(special_ids(self.config) or [2]), strict=False)):
             row[-1], row[len(row) // 2 if number % 2 else 0] = special, special
         weights = [torch.randn(length - 1, generator=generator) for length in LENGTHS]
-        self.rows, self.weights = ([each.to(self.device) for each in drawn] for drawn in (rows, weights))
+        self.rows, self.weights = ([tensor.to(self.device) for tensor in drawn] for drawn in (rows, weights))
 
     def model(self, plan: ForwardPlan) -> Any:
         """Create the twin for a plan, always with the same weights."""
@@ -196,7 +196,7 @@ class Twin:
             scores.log_softmax(-1).gather(-1, row[1:, None])[:, 0]
             for scores, row in zip(logits, self.rows, strict=True)
         ]
-        rounding = distance([each.double() for each in self.alone[0]], in_float64)
+        rounding = distance([log_probs.double() for log_probs in self.alone[0]], in_float64)
         return max(BOUND, min(ROUNDINGS * rounding, MOST_ROUNDING))
 
     def untouched(self) -> Any:
@@ -239,7 +239,7 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
     set_training(model, True)
     packed = packed_log_probs(model, twin.rows)
     sum((p * w).sum() for p, w in zip(packed, twin.weights, strict=True)).backward()  # type: ignore[union-attr]
-    packed = [each.detach() for each in packed]
+    packed = [log_probs.detach() for log_probs in packed]
     packed_gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = torch.cat([g.flatten() for g in gradients.values()]).norm()
     differing = sum(
@@ -363,8 +363,8 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
         )
         if output_differs and not inputs_differ:
             around = [name.rsplit(".", up)[0] for up in range(name.count(".") + 1)]
-            modules = [model.get_submodule(each) for each in around if re.search(r"\.\d+\.", each)]
-            return list(dict.fromkeys(type(each).__name__ for each in modules if not isinstance(each, nn.ModuleList)))
+            modules = [model.get_submodule(n) for n in around if re.search(r"\.\d+\.", n)]
+            return list(dict.fromkeys(type(m).__name__ for m in modules if not isinstance(m, nn.ModuleList)))
     return []
 
 

@@ -177,8 +177,8 @@ def special_ids(config: Any) -> list[int]:
     """Return the ids of the tokens that begin, end and separate texts, as a configuration names them."""
     text = config.get_text_config()
     named = [getattr(text, f"{name}_token_id", None) for name in ("bos", "eos", "sep", "cls", "decoder_start")]
-    ids = [each for value in named for each in (value if isinstance(value, list) else [value])]
-    return list(dict.fromkeys(each for each in ids if isinstance(each, int) and 0 <= each < text.vocab_size))
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(token for token in ids if isinstance(token, int) and 0 <= token < text.vocab_size))
 
 
 def is_token(name: Any) -> bool:
@@ -196,10 +196,12 @@ def _token_ids(settings: dict[str, Any]) -> dict[int, int]:
             if isinstance(value, dict):
                 yield from ids(value)
             elif is_token(name):
-                yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+                yield from (
+                    token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)
+                )
 
-    beyond = sorted({each for each in ids(settings) if each >= VOCABULARY})
-    return {each: UNPADDED - 1 - number % (VOCABULARY // 2) for number, each in enumerate(beyond)}
+    beyond = sorted({token for token in ids(settings) if token >= VOCABULARY})
+    return {token: UNPADDED - 1 - number % (VOCABULARY // 2) for number, token in enumerate(beyond)}
 
 
 def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -> dict[str, Any]:
@@ -219,7 +221,7 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
     sizes = _Sizes.of(shrunk, head_width)
     for name, value in specific.items():
         if is_token(name) and not KEPT.search(name) and value is not None:
-            several = [tokens.get(each, each) for each in (value if isinstance(value, list) else [value])]
+            several = [tokens.get(token, token) for token in (value if isinstance(value, list) else [value])]
             shrunk[name] = several if isinstance(value, list) else several[0]
         elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             shrunk[name] = sizes.small_value(name, value)
@@ -449,8 +451,8 @@ def _positions(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) 
                 rope[key] = value[:half] + [1.0] * max(0, half - len(value))
             elif key == "mrope_section":
                 others = len(value) - 1
-                each = max(1, half // len(value))
-                rope[key] = [half - others * each, *[each] * others]
+                share = max(1, half // len(value))
+                rope[key] = [half - others * share, *[share] * others]
         return rope
 
     kinds, original = set[str](), None

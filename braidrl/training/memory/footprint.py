@@ -159,10 +159,10 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
         layers = body_of(model).layers
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         copied = 0
-        for each in body_of(model).layers:
-            for block in blocks_of(each, config.base_model_tp_plan or {}):
+        for layer in body_of(model).layers:
+            for block in blocks_of(layer, config.base_model_tp_plan or {}):
                 for name, style in block.products.items():
-                    if hasattr(product := each.get_submodule(name), "base_layer"):
+                    if hasattr(product := layer.get_submodule(name), "base_layer"):
                         # The factor of an adapter that tensor parallelism replicates.
                         copied += (product.lora_B if style in ROWS else product.lora_A)[NAME].weight.numel()
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
@@ -172,8 +172,8 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
         )
         # Some layers of some mixtures are dense.
         by_layer = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-        each = sum(by_layer) // len(layers)
-        shape = Shape(type(model).__name__, config, every, each, dtype, trained, copied, four_bit, tower=tower)
+        per_layer = sum(by_layer) // len(layers)
+        shape = Shape(type(model).__name__, config, every, per_layer, dtype, trained, copied, four_bit, tower=tower)
         kinds = set(own_setting(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
         is_uniform = config.model_type in UNIFORM and not kinds and len(set(by_layer)) == 1
         MEASURED[key] = replace(shape, **expert_sizes(model), is_uniform=is_uniform)

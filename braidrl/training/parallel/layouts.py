@@ -231,7 +231,7 @@ class DataParallel(Ranks):
             return
         group = self.pipeline.group
         local: list[tuple[list[str], Any]] = by_tensor(named)
-        about = [(names, list(each.shape), str(each.dtype).removeprefix("torch.")) for names, each in local]
+        about = [(names, list(held.shape), str(held.dtype).removeprefix("torch.")) for names, held in local]
         for rank, described in enumerate(Ranks(group).all_gather("tensors", about)):
             for number, (names, shape, dtype) in enumerate(described):
                 if rank == group.rank():

@@ -145,10 +145,10 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
     """Keep one of `ranks` equal parts of a model's layers, in place; parameters keep their names."""
     body = body_of(model)
     embedding_name, layers_name = body.sharded_names()
-    each = len(body.layers) // ranks
+    per_rank = len(body.layers) // ranks
     for number in range(len(body.layers)):
-        if number // each != rank:
-            before = number + 1 == rank * each
+        if number // per_rank != rank:
+            before = number + 1 == rank * per_rank
             body.layers[number] = kind = (Received if before else PassThrough)(body.layers[number])
             if before:
                 setattr(model, RECEIVED, [kind])

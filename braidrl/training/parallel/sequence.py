@@ -70,8 +70,8 @@ class ShardedAttention(AttentionContext):
             scores = replace(scores, sinks=scores.sinks.unflatten(0, by_rank)[heads.rank()])
         # (1, heads, n, D) to (1, heads / S, S · n, D): all tokens of this context rank, of this rank's heads
         states = [
-            AllToAll.apply(each[0].unflatten(0, by_rank), None, None, heads).transpose(0, 1).flatten(1, 2)[None]
-            for each in (query, key, value)
+            AllToAll.apply(tensor[0].unflatten(0, by_rank), None, None, heads).transpose(0, 1).flatten(1, 2)[None]
+            for tensor in (query, key, value)
         ]
         if self.groups.context.size() == 1:
             output = self.sequences.attend(module, states[0], states[1], states[2], scores)

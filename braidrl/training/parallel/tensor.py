@@ -194,7 +194,7 @@ def parallelize_layer(
                 setattr(part, HEADS_RANK, mesh.get_local_rank())
         if not block.products:
             # FSDP must not be given a view, which the layer may change in place.
-            copy_view = lambda each: each.clone() if isinstance(each, Tensor) and each._is_view() else each  # noqa: E731
+            copy_view = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf  # noqa: E731
             module.register_forward_hook(lambda _, __, output, copy_view=copy_view: tree_map(copy_view, output))
             shard(module)
 

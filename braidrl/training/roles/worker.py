@@ -151,7 +151,7 @@ class RoleWorker(ShardedBackend):
             places = {name: number for number, name in enumerate(self.shapes)}
             numbers = [places[name] for name in parameters]
             rate, tower = self.config.trainer.vision_learning_rate, {id(part) for part in parts_beside_text(self.model)}
-            rates = {name: rate for name, each in parameters.items() if rate is not None and id(each) in tower}
+            rates = {name: rate for name, weight in parameters.items() if rate is not None and id(weight) in tower}
             self.optimizer = MasterOptimizer(
                 parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers, rates
             )
@@ -302,7 +302,7 @@ class RoleWorker(ShardedBackend):
         rows, rows_of_rank = self.ranks.gather_rows(rows)
         batches = self.micro_batches(rows, may_share=not records)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
-        sizes = [int(each[-1]) for each in offsets]
+        sizes = [int(starts[-1]) for starts in offsets]
         flat_values = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
         routes: dict[int, Tensor] = {}
 
