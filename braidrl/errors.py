@@ -147,8 +147,8 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 @contextmanager
 def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Raise UserError, with the line, for an exception in a user's function or method; those of Braid's own functions
-    pass through.
+    """Raise UserError, with the line, for an exception in a user's function; errors of Braid's functions pass
+    through.
     """
     try:
         yield

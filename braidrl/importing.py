@@ -83,7 +83,7 @@ class PluginRegistry:
             check_call(f"{self.kind} {name}", plugin, *self.arguments, settings=settings)
 
     def check_settings(self, name: str, settings: Iterable[str]) -> None:
-        """Raise UserError for a setting that the plug-in `name` does not have; its first parameter is none."""
+        """Raise UserError for a setting that the plug-in `name` does not have; its first parameter is not a setting."""
         check_settings(f"{self.kind} {name!r}", self.find(name), settings)
 
     def place(self, name: str) -> str:

@@ -81,7 +81,9 @@ class EndpointSession:
     """Requests that are being read or answered."""
 
     def longest_known(self, messages: Sequence[ChatMessage]) -> tuple[int, tuple[int, int]]:
-        """Return how many of the messages are a conversation with a reply, and where its tokens are; 0 if none is."""
+        """Return the length of the longest known beginning of `messages` that ends with a reply, and its position in
+        the tokens; 0 if there is none.
+        """
         for count, digest in reversed([*enumerate(digests(messages[:-1]), start=1)]):
             if digest in self.turns:
                 return count, self.turns[digest]

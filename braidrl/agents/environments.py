@@ -126,7 +126,7 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
 
 
 def answerer(name: str, params: dict[str, Any]) -> Answerer:
-    """Return the answerer for one trajectory of an environment or agent, which the first request imports."""
+    """Return the answerer of one trajectory; its first request imports the environment or agent."""
     loaded: Callable[..., Any]
     environment: Any = None
 

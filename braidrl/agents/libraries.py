@@ -289,7 +289,7 @@ class Library:
     """Its environments have their own loop, and play against the endpoint."""
 
     def check(self, name: str) -> None:
-        """Raise UserError if the library, of which an environment has this name, is not installed."""
+        """Raise UserError if the library of this environment is not installed."""
         package = self.module.partition(".")[0]
         if importlib.util.find_spec(package) is None or importlib.util.find_spec(self.module) is None:
             raise UserError(f"environment {name} needs {self.package}; install it with {self.install}")

@@ -22,7 +22,7 @@ from braidrl.engines.requests import Request, Response, joined, remaining_reques
 
 @dataclass
 class Recorded:
-    """The actions that a row has drawn before, and how many tokens it may draw now."""
+    """A row's recorded actions, and the number of tokens that it may draw now."""
 
     actions: Tensor
     """(T,) int64, of all turns."""

@@ -21,7 +21,7 @@ OTLP = "otlp"
 
 
 class EpisodeSpans:
-    """The spans of a process's episodes; without a destination there are none."""
+    """The spans of a process's episodes; nothing is recorded without a destination."""
 
     def __init__(self, destination: str | None = None) -> None:
         """Begin to write to a folder, or to send to a service. Raises UserError if OpenTelemetry is not installed."""
@@ -48,7 +48,7 @@ class EpisodeSpans:
 
     @contextmanager
     def span(self, name: str, **attributes: str | float | None) -> Iterator[dict[str, str | float | None]]:
-        """Record the block as a span inside that of the caller; what the block adds to the dict are attributes too."""
+        """Record the block as a span inside the caller's span; entries of the yielded dict become attributes."""
         if self._provider is None:
             yield attributes
             return

@@ -36,7 +36,7 @@ class ToolCall:
 
 
 def json_at(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a position of a model's text, and where it ends.
+    """Parse the JSON value at a position of a model's text; return it and its end.
 
     Raises ValueError if there is none, and for one that is nested too deep.
     """
@@ -171,7 +171,7 @@ def types_of(schema: Any) -> set[str]:
 
 
 def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
-    """Return a call with arguments written as text: strings if the schema says so, else JSON if they parse."""
+    """Return a call with arguments given as text: strings where the schema says so, else JSON where they parse."""
     functions = (tool.get("function") or tool for tool in tools)
     schema: Any = next((function for function in functions if function.get("name") == name.strip()), {})
     properties = (schema.get("parameters") or {}).get("properties") or {}

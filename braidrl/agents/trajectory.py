@@ -99,7 +99,7 @@ class Trajectory:
 
     @property
     def action_tokens(self) -> int:
-        """Return the number of tokens sampled so far, which equals the number of the row's random numbers used."""
+        """Return the number of sampled tokens, which is also the number of the row's used random numbers."""
         return sum(self.turn_lengths)
 
     def append(
@@ -213,7 +213,7 @@ class Trajectory:
         self.failure, self.detail, self.killed = failed.reason, failed.detail, failed.killed
 
     def add_reward(self, reward: float, correct: bool | None, max_abs: float) -> None:
-        """Add an observation's reward, which the last turn has earned, and its verdict.
+        """Add an observation's reward to the last turn, and record its verdict.
 
         Raises EnvironmentFailed for a score beyond the limit.
         """

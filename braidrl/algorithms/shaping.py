@@ -185,7 +185,7 @@ def safe_rlhf_kl_penalty(
 
 
 def kl_of(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None, estimator: str) -> Ragged:
-    """Return KL(π, π_ref) per action token; π is `old_log_probs` where a stage writes them, otherwise the engine's."""
+    """Return KL(π, π_ref) per action token; π is `old_log_probs` if a stage writes them, otherwise the engine's."""
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     return policy.with_values(estimate(estimator, policy.values, ref_log_probs.values))
 
@@ -201,8 +201,8 @@ def expected_points(rating: float) -> float:
 
 
 def game_sums(score: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the points of the rows in which the policy has acted, 1 for a positive score and 1/2 for 0, and their
-    number.
+    """Return the policy's points, 1 for a positive score and 1/2 for 0, and the number of rows in which it
+    has acted.
     """
     played = (action_tokens > 0).double()
     if statistics_mask is not None:

@@ -24,7 +24,7 @@ DISCOUNTED = Needs({"gamma": (-1, 1)}, group_size=2)
 
 
 def with_rest(turn_rewards: Ragged, reward: Tensor) -> Ragged:
-    """Return turn rewards that add up to `reward` (B,): the last turn gets what later stages have added."""
+    """Return turn rewards that add up to `reward` (B,): the last turn gets the rewards of later stages."""
     rest = reward.to(turn_rewards.values.dtype) - turn_rewards.row_sums()
     return turn_rewards.with_values(turn_rewards.values + at_row_end(rest, turn_rewards).values)
 

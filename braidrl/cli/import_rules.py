@@ -216,7 +216,7 @@ def ratio_level(imported: Imported, value: Any, to: str) -> Any:
 
 
 def loss_alone(imported: Imported) -> None:
-    """Leave the settings of the recipe's own loss out where another loss is named."""
+    """Drop the settings of the recipe's default loss if the configuration names another loss."""
     if not isinstance(named := imported.made.get("algorithm.loss"), dict):
         return
     # Losses with bounds have taken them over.
@@ -373,7 +373,7 @@ VERIFIERS: Mapping[str, tuple[str, ...]] = {
 
 
 def verifier_of(source: str) -> str | None:
-    """Return the verifier for rows of a `data_source`, as verl chooses its function; None if it knows none."""
+    """Return the verifier that verl's reward function uses for a `data_source`; None if verl knows none."""
     exact = (name for name, sources in VERIFIERS.items() if source in sources)
     begins = ("aime", "numina", "searchR1_")
     started = (name for name, sources in VERIFIERS.items() if any(source.startswith(b) for b in begins if b in sources))
@@ -608,7 +608,7 @@ def trl_batch(imported: Imported) -> None:
 
 
 def train_batch(imported: Imported, value: Any, to: str) -> Any:
-    """Return OpenRLHF's rows of an optimizer step, which are the whole batch where nothing is sampled."""
+    """Return OpenRLHF's rows per optimizer step: the batch, if nothing is sampled."""
     if imported.flow not in ("sft", "dpo", "reward_model"):
         return int(value)
     imported.made |= {
@@ -619,7 +619,7 @@ def train_batch(imported: Imported, value: Any, to: str) -> Any:
 
 
 def passes(imported: Imported, value: Any, to: str) -> Any:
-    """Return the passes over a batch; where nothing is sampled they are passes over the data, and give steps."""
+    """Return the passes over a batch; without sampling they are epochs, and set the number of steps."""
     if imported.flow not in ("sft", "dpo", "reward_model"):
         return int(value)
     steps = epochs(imported, value, to)

@@ -280,7 +280,7 @@ LORA = {"r": "lora_r"}
 
 
 class PythonScript:
-    """A script in Python that calls TRL's trainer: the keywords of its calls, as far as they are written there."""
+    """A Python script that calls TRL's trainer: the keywords of its calls, as far as the script states their values."""
 
     def __init__(self, path: Path) -> None:
         """Read the script, without executing it. Raises UserError if it is no Python."""

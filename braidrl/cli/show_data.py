@@ -91,9 +91,7 @@ def show_data(config: Config, console: Console | None = None) -> None:
 
 
 def thumbnail(image: Any) -> Text:
-    """Return a small picture of an image for a terminal with colors: each character is two pixels, one above the
-    other.
-    """
+    """Return a small picture of an image for a color terminal; each character shows two pixels, one above the other."""
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     width, height = image.size
     pixels, picture = image.load(), Text()

@@ -91,9 +91,7 @@ def end_with(connection: Connection, task: ProcessSpec) -> None:
 
 
 def end_at_once(status: int = FAILED) -> NoReturn:
-    """End without waiting for other ranks, which may be stuck, or for library threads; processes started here end
-    first.
-    """
+    """End without waiting for stuck ranks or library threads, after the processes started here."""
     try:
         for call in at_end:
             call()

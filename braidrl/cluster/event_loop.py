@@ -99,7 +99,7 @@ def outside_of_loops(work: Callable[[], T]) -> T:
 
 @asynccontextmanager
 async def all_or_none() -> AsyncIterator[asyncio.TaskGroup]:
-    """Wait for all tasks of a group; raise the first exception of one, and cancel the others."""
+    """Wait for all tasks of a group; after an exception cancel the others and raise it."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

@@ -278,8 +278,7 @@ def _copied(
 
 
 def copy_as_fork_server(modules: Iterable[str]) -> bool:
-    """Fork this process as the fork server of all processes that it and they start from now on; return True if that was
-    possible.
+    """Fork this process as the fork server for it and its descendants; return True if that was possible.
 
     By default multiprocessing starts a fresh interpreter as its fork server, and that imports everything again. Call
     this before this process computes, starts a thread or opens anything private: threads, locks and devices do not

@@ -30,7 +30,7 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class Location(NamedTuple):
-    """A rank, the number of collectives that it has made, and what it does now."""
+    """A rank, the number of its collectives so far, and its present activity."""
 
     rank: int
     meetings: int

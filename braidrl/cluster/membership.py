@@ -67,7 +67,7 @@ def wait_to_join(store: dist.Store, member: str) -> None:
 
 
 def note_death(store: dist.Store, member: str) -> None:
-    """Leave a notice that a process is dead, which may have waited to become a member."""
+    """Record in the store that a process is dead; it may have waited to become a member."""
     put_message(store, f"dead/{member}")
 
 
@@ -81,7 +81,7 @@ def waiting(store: dist.Store, membership: Membership) -> list[str]:
 
 
 def note_work(store: dist.Store, member: str, rows: Sequence[Uid]) -> None:
-    """Leave a notice of the rows that a process has in work, for the case that it ends with them."""
+    """Record the rows that a process works on, in case they end it."""
     put_message(store, f"work/{member}", rows)
 
 
@@ -92,18 +92,18 @@ def work_of(store: dist.Store, member: str) -> list[Uid]:
 
 
 def note_isolated(store: dist.Store, isolated: Isolated) -> None:
-    """Leave a notice of the rows that the ranks run alone, and of those that they leave out."""
+    """Record the rows that run alone, and the rows that are left out."""
     put_message(store, "isolated", isolated)
 
 
 def isolated_rows(store: dist.Store) -> Isolated:
-    """Return the rows that the ranks run alone, and those that they leave out."""
+    """Return the rows that run alone, and the rows that are left out."""
     isolated: Isolated = message_at(store, "isolated", Isolated) if has_message(store, "isolated") else ([], [])
     return isolated
 
 
 class Members:
-    """The members of a group of ranks as their launcher knows them: without dead ones."""
+    """The launcher's view of a group's members, without dead processes."""
 
     def __init__(self, store: dist.Store, members: Iterable[str] = ()) -> None:
         """Begin with membership 0."""
@@ -115,7 +115,7 @@ class Members:
         self.look()
 
     def look(self) -> None:
-        """Take dead processes out of the newest membership, which ranks may have written."""
+        """Remove dead processes from the newest membership, which ranks may have proposed."""
         if self.dead:
             self.known = without(self.store, self.known, self.dead)
 

@@ -154,7 +154,7 @@ def distances(size: int) -> Iterator[int]:
 
 
 def framed(message: Buffer, sign: int) -> list[Tensor]:
-    """Return the frame of a message, and a second tensor with what it does not hold."""
+    """Return the frame of a message, and a second tensor with the bytes beyond the frame."""
     room, frame = FRAME - HEAD, bytearray(FRAME)
     frame[:HEAD] = sign.to_bytes(8, "little") + len(message).to_bytes(8, "little")
     begun = memoryview(message)[:room]

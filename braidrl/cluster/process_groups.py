@@ -79,7 +79,7 @@ def connect_store(host: str, port: int, limit_s: float, prefix: str = "") -> dis
 
 
 def put_message(store: dist.Store, key: str, value: Any = None) -> None:
-    """Leave a message at a key of a store; without a value it only says that something has happened."""
+    """Put a message at a key of a store; a message without a value marks an event."""
     store.set(key, pack_message(value))  # type: ignore[arg-type]  # takes bytes too
 
 
@@ -94,7 +94,7 @@ def message_at(store: dist.Store, key: str, type: Any = Any) -> Any:
 
 
 def put_first(store: dist.Store, key: str, text: str) -> str:
-    """Leave a text at a key unless there is one; return the one that is there."""
+    """Put a text at a key unless it has one; return the key's text."""
     written: bytes = store.compare_set(key, "", text)
     return written.decode()
 
@@ -139,7 +139,7 @@ def join_group(
 
 
 def raised_open_files() -> int:
-    """Raise this process's limit of open files as far as it may, and return it."""
+    """Raise this process's limit of open files to the allowed maximum; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -156,7 +156,7 @@ def abort_groups() -> None:
 
 
 def destroy_groups() -> None:
-    """Forget all groups, after `abort_groups`, and DTensor's cached results, which hold meshes made of them.
+    """Forget all groups after `abort_groups`, and DTensor's cached results, which refer to meshes of the groups.
 
     A later mesh of as many ranks is equal to such a mesh, and would get its groups and this process's place in it.
     """

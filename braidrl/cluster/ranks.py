@@ -137,7 +137,7 @@ class Renewal:
         return member_name(*self.starts[process]) in self.members.known.members
 
     def goes_on(self, lost: Process, failure: Failure) -> bool:
-        """Return True, and start a lost process again, if the others go on without it."""
+        """Return True and restart a lost process if the other ranks continue without it."""
         if not self.is_member(lost):
             tell(f"{first_line(failure.error())}; the others go on without it")
             self._forget(lost)

@@ -179,8 +179,8 @@ class RayCluster:
         return reserved
 
     def living_nodes(self) -> dict[str, dict[str, float]]:
-        """Return the resources of each node whose Ray daemon answers, by the node's id: Ray itself notices later that
-        one is lost.
+        """Return the resources of each node whose Ray daemon answers, by node id; Ray itself notices a lost
+        node later.
         """
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         return {

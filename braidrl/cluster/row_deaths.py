@@ -52,7 +52,9 @@ class RowDeaths:
         return not (self.suspects.isdisjoint(rows) and self.left_out.isdisjoint(rows))
 
     def passes(self, rows: Sequence[Uid]) -> list[list[int]]:
-        """Return the positions of the rows that run together: first those that are no suspects, then each suspect."""
+        """Return the positions of the rows that run together: first all rows that are not suspects, then each suspect
+        alone.
+        """
         together = [position for position, row in enumerate(rows) if row not in self.suspects]
         alone = [[position] for position, row in enumerate(rows) if row in self.suspects]
         return [together, *alone] if together else alone
@@ -66,7 +68,7 @@ class RowDeaths:
         self.suspects, self.left_out = ({(row[0], row[1], row[2]) for row in rows} for rows in isolated)
 
     def frequent(self) -> str:
-        """Return the end of a message with the rows that so many lost processes had; empty without such rows."""
+        """Return the end of a message that names rows that several lost processes had; empty text if there are none."""
         rows = [row for (_, row), count in self.counts.most_common(NAMED) if count >= DEATHS_OF_ROW]
         return f"; rows (source, group, sample) that {DEATHS_OF_ROW} or more lost processes had: {rows}" if rows else ""
 

@@ -54,8 +54,8 @@ def named(name: str) -> None:
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:
-    """Stop a process of this run after it has dumped its stacks into the run's folder; return the part of a message
-    that names the file.
+    """Let a process of this run dump its stacks into the run's folder, and stop it; return the text that names the
+    file.
     """
     with contextlib.suppress(OSError):
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)

@@ -308,7 +308,7 @@ class World:
 
     @contextmanager
     def working(self, rows: Sequence[Uid], may_end_rank: bool) -> Iterator[None]:
-        """Name these rows if the work on them fails; if they `may_end_rank`, also if this rank ends with them."""
+        """Name these rows if their work fails, and with `may_end_rank` also if the rank ends."""
         self.rows = named_rows(rows)
         elastic = self.elastic if may_end_rank else None
         if elastic is not None:
@@ -321,7 +321,7 @@ class World:
         self.rows = ""
 
     def isolated_rows(self) -> Isolated:
-        """Return the rows that all ranks run alone, and those that they leave out; all ranks call this together."""
+        """Return the rows that ranks run alone, and the rows that they leave out; all ranks call this together."""
         rows_here = isolated_rows(self.elastic.meeting.store) if self.elastic is not None and self.first else ([], [])
         isolated: Isolated = self.share("rows that have ended ranks", rows_here)
         return isolated
@@ -575,7 +575,7 @@ def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool
 
 
 def sign_of(call: str) -> int:
-    """Return the number by which ranks notice that they make different calls."""
+    """Return a number by which ranks detect that they made different calls."""
     return zlib.crc32(call.encode())
 
 

@@ -108,7 +108,7 @@ def found_beside(folder: Path, value: Any, key: str = "", unless_here: bool = Fa
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Merge a nested dict into another one, section by section; a layout is replaced whole."""
+    """Merge a nested dict into another one, section by section; a layout is replaced as a unit."""
     for key, value in over.items():
         old = tree.get(key)
         if isinstance(value, dict) and isinstance(old, dict) and not key.endswith("layout"):

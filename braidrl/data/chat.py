@@ -139,7 +139,7 @@ def text_of(content: Any) -> str:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools in a value: a list of objects or one, each of them or the whole also as JSON text.
+    """Return the tools in a value: an object or a list of objects, each or all of them possibly JSON text.
 
     Null gives an empty list, anything else None.
     """
@@ -187,7 +187,7 @@ def is_trained(message: Mapping[str, Any]) -> bool:
 
 
 def for_template(message: ChatMessage) -> ChatMessage:
-    """Return a message as templates read it: its reasoning under each name that a family has, and without weights."""
+    """Return a message in the form for templates: its reasoning under every family's name, without weights."""
     reasoning = next((message[name] for name in REASONING if message.get(name)), None)
     aliases = dict.fromkeys(REASONING, reasoning) if isinstance(reasoning, str) else {}
     return {**{name: value for name, value in message.items() if name not in TRAINED}, **aliases}
@@ -360,7 +360,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def special_text(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the special tokens' texts, the longest first; None if there are none."""
+    """Return a pattern of the special tokens' texts, longest first; None if there are none."""
     texts = sorted({text for text in special_tokens(tokenizer).values() if text}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 

@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 def bands(measured: Measured, *, low: float = 0.2, high: float = 0.8, elsewhere: float = 0.05) -> np.ndarray:
-    """Return weight 1 for pass rates from `low` to `high` and for what was not measured yet, `elsewhere` for others."""
+    """Return weight 1 for pass rates from `low` to `high` and for unmeasured units, `elsewhere` for other rates."""
     inside = np.isnan(measured.rate) | ((measured.rate >= low) & (measured.rate <= high))
     return np.where(inside, 1.0, elsewhere)
 

@@ -221,7 +221,7 @@ OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
 def image_part(name: str | None = None) -> dict[str, Any]:
-    """Return the part of a message for an image; without a name it is one of the record's images, in their order."""
+    """Return the message part of an image; without a name it is the record's next image."""
     return {"type": IMAGE} if name is None else {"type": IMAGE, IMAGE: name}
 
 

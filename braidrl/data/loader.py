@@ -113,11 +113,11 @@ class Admissions:
         return numbers
 
     def examples(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (source, index) of each admitted prompt if a curriculum has drawn them; else nothing."""
+        """Return (source, index) of each admitted prompt if a curriculum has drawn it; else nothing."""
         return [] if self.curriculum is None else [self.curriculum.drawn[number][:2] for number in numbers]
 
     def measure(self, iteration: int, index: Rows) -> dict[str, float]:
-        """Give the index columns of a finished iteration to the curriculum, if there is one; return its metrics."""
+        """Pass the index columns of a finished iteration to the curriculum, if there is one; return its metrics."""
         return {} if self.curriculum is None else self.curriculum.measure(iteration, index)
 
     def state(self) -> dict[str, Any]:

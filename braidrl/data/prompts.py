@@ -335,8 +335,7 @@ def indexed(reading: Reading, folder: Path, ranks: LoadingRanks) -> Lines:
 def finished(
     reading: Reading, data: DataConfig, ranks: LoadingRanks, folder: Path, outcome: dict[str, Any]
 ) -> tuple[Any, Facts]:
-    """Return the table and the statistics of a source of which every rank has written its part; `outcome` is this
-    rank's.
+    """Return the table and statistics of a source after every rank has written its part; `outcome` is this rank's.
 
     Raises UserError in all ranks, for the first invalid example of the file.
     """
@@ -365,7 +364,8 @@ def finished(
 
 
 def exchange_parts(folder: Path, ranks: LoadingRanks, purpose: str) -> None:
-    """Bring to each machine the parts that its folder lacks, in rounds of bounded bytes; none where all share a folder.
+    """Copy to each machine the parts that its folder lacks, in rounds of bounded bytes; nothing moves if all share a
+    folder.
 
     A rank with a part sends it to the first rank of each machine that lacks it.
     """
@@ -394,7 +394,7 @@ def exchange_parts(folder: Path, ranks: LoadingRanks, purpose: str) -> None:
 
 
 def machine_of(folder: Path) -> str:
-    """Return a name of the folder that differs between machines which do not share it."""
+    """Return a name of the folder that is equal only on machines that share it."""
     return f"{platform.node()}:{folder}:{folder.stat().st_dev}:{folder.stat().st_ino}"
 
 
@@ -411,7 +411,7 @@ def mapped(folder: Path) -> tuple[Any, Facts]:
 
 
 def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example] | None]:
-    """Return the folder of a source's table, and the examples to write to it, of which some may be read already.
+    """Return the folder of a source's table, and the examples to write to it, some of which may be read already.
 
     A large source has a folder in the cache; its name depends on files, settings, code and tokenizer. The folder is
     temporary for a small source, and for unknown code: a conversion without a version, or a tokenizer with its own

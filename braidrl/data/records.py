@@ -220,7 +220,7 @@ def place(path: Path, line: int) -> str:
 
 @lru_cache(maxsize=64)
 def named(path: Path) -> str:
-    """Return a file and what its records are, for messages; computing it takes microseconds."""
+    """Return a file and a description of its records, for messages; microseconds."""
     return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'}"
 
 

@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """An assistant's turn of a conversation as rendered, and the text between it and the next one."""
+    """A rendered assistant's turn, and the text between it and the next turn."""
 
     said: str
     after: str = ""
@@ -168,7 +168,7 @@ class PromptTemplate:
         return content if isinstance(content, str) else "".join(part.get("text", mark) for part in content)
 
     def expand(self, ids: list[int], images: Sequence[str]) -> tuple[list[int], list[ImageSpan]]:
-        """Return ids with the tokens of images in place of their placeholders, and where they are.
+        """Return ids with each image's placeholder replaced by its tokens, and the images' positions.
 
         Raises UserError for another number of placeholders.
         """

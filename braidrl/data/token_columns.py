@@ -82,7 +82,7 @@ class TokenColumn:
         return prompt + drawn - 1 if drawn else 0
 
     def extended(self, earlier: Tensor, later: Tensor) -> Tensor:
-        """Join the values of a row's part with those of the part that continues it."""
+        """Join the values of a row's part with the values of its continuation."""
         if not len(earlier):
             return later
         return torch.cat([earlier, later[len(earlier) :] if self.alignment == "tokens" else later])

@@ -31,7 +31,7 @@ from braidrl.weights.publisher import TRANSPORTS
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """An execution mode: the way in which stages are called, and what follows from it."""
+    """An execution mode: the way in which stages are called, and its consequences."""
 
     name: str
     reads: frozenset[str]
@@ -203,7 +203,7 @@ class Engines:
             yield "rollout.engines=0: vLLM on the ranks that train serves one role; leave rollout.engines out"
 
     def in_pools(self, pools: Iterable[Pool]) -> tuple[Pool, ...]:
-        """Return the pools; each generating pool has the number of engine processes that it starts."""
+        """Return the pools with the number of engine processes that each generating pool starts."""
         started, ranks = self.started, self.ranks_per_node
         return tuple(
             replace(pool, engines=started, engine_devices=ranks) if pool.generating else pool for pool in pools
@@ -243,7 +243,7 @@ class Deployment:
 
     @cached_property
     def inference_layouts(self) -> dict[str, ParallelLayout]:
-        """Return the inference layout of each trained role that infers in another layout than it trains in."""
+        """Return the inference layouts of trained roles that differ from their training layouts."""
         return inference_layouts(self.config, self.flow)
 
     @cached_property

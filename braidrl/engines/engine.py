@@ -200,8 +200,8 @@ class ServedEngine(Engine, Protocol):
         """
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Use the weights of `source` from the next row on; with None the engine's own tensors already have this
-        version.
+        """Use the weights of `source` from the next row on; None means that the engine's own tensors have this version
+        already.
 
         Raises ValueError if the source lacks a tensor, and RuntimeError while rows are in flight, which a
         `ResumingEngine` preempts.

@@ -63,9 +63,7 @@ async def all_of(engine: Engine, to_submit: Sequence[Request]) -> list[Response]
 async def under_way(
     engine: ServedEngine, request: Request, resuming: ResumingEngine | None = None
 ) -> asyncio.Task[Response]:
-    """Submit a request and return when it is being decoded; repeat if it ends before that is seen, as on a busy
-    machine.
-    """
+    """Submit a request and return while it is decoded; repeat if it ends before that is observed."""
     for _ in range(100):
         task = asyncio.ensure_future((resuming or engine).submit(request))
         while not task.done():

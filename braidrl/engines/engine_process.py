@@ -100,7 +100,7 @@ def framed(message: EngineCall | EngineReply) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, type: Any) -> Any:
-    """Receive the next message, of this type; None when the other side is gone."""
+    """Receive the next message of this type; None after the other side has closed."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return unpack_message(await reader.readexactly(length), type)
@@ -224,7 +224,7 @@ class EngineProcess:
         await self._ask(EngineCall("wake"))
 
     async def recover(self) -> int:
-        """Replace a process that ended or cannot continue; the new one has the weights of the model's directory."""
+        """Replace a process that ended or is broken; the new process has the weights of the model's directory."""
         # Several callers may recover it at once.
         async with self._recovering:
             if self._writer is not None:

@@ -178,7 +178,7 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Dep
 
 
 async def follow_engines(role: str, ranks: DataParallel, deployment: Deployment) -> None:
-    """Compute a node's parts of the engines that another node of the same worker calls, until they are closed."""
+    """Compute this node's parts of engines that another node of the worker calls, until they are closed."""
     async with asyncio.TaskGroup() as group:
         for part in engines_of(role, ranks, engine_spec(role, deployment), deployment):
             group.create_task(part.follow())
@@ -226,8 +226,8 @@ def offering_address(config: Config) -> str:
 
 
 def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig | None:
-    """Return the adapters that alone are sent to vLLM, which reads the weights under them itself; None if merged
-    weights are sent.
+    """Return the adapters if only they are sent to vLLM, which reads the base weights itself; None if merged weights
+    are sent.
     """
     lora = worker.lora if isinstance(worker, RoleWorker) else None
     if lora is None or config.rollout.engine != "vllm":

@@ -44,7 +44,7 @@ class SpanningEngine:
         return replace(self.own, host=self.own.address, port=port)
 
     def lost(self) -> int | None:
-        """Return a node that has lost its part of the current start; None while all have theirs."""
+        """Return a node that has lost its part of the current start; None while all nodes have theirs."""
         others = range(1, self.own.nodes)
         return next((node for node in others if has_message(self.store, f"lost/{self.start}/{node}")), None)
 

@@ -104,7 +104,7 @@ class GroupSelector:
             )
 
     def begin(self, version: int) -> None:
-        """Start a batch to be trained on `version`; surplus that is too old for it is dropped as `stale`."""
+        """Start a batch to be trained on `version`; drop surplus that is too old for it as `stale`."""
         if self.is_open:
             raise ValueError("the batch before this one is not finished")
         self.is_open = True
@@ -134,8 +134,8 @@ class GroupSelector:
         return chosen
 
     def groups_wanted(self, batches: int = 1) -> int:
-        """Return how many groups to admit now if stages overlap, waves and ahead of them, for some `batches`; it never
-        changes a batch.
+        """Return how many groups to admit now, if stages overlap, for `batches` batches; it never changes a batch's
+        groups.
         """
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 

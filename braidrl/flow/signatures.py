@@ -282,7 +282,7 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
 
 
 def columns_of(stage: Stage) -> tuple[str, ...]:
-    """Return the columns per token that a generate stage's requests name, beside those of every response."""
+    """Return the per-token columns that a generate stage's requests name, beside the columns of every response."""
     return tuple(stage.params.get("columns", ()))
 
 

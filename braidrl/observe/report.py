@@ -157,7 +157,7 @@ class Sample:
 
 
 class SampleGroup(NamedTuple):
-    """Samples shown together: all of one prompt, or, if the prompt is None, each with its own."""
+    """Samples shown together: the samples of one prompt, or, if the prompt is None, samples with their own prompts."""
 
     title: str
     samples: list[Sample]

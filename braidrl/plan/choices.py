@@ -99,8 +99,8 @@ class Choices:
         self._sets: dict[tuple[tuple[str, ...], str, int, str], SetChoice | None] = {}
 
     def of_role(self, role: str, group: NodeGroup, devices: int, part: RolePart = "all") -> list[Choice]:
-        """Return the Pareto front of a role's choices that fit the devices; `part` names the half of a role that has
-        its own.
+        """Return the Pareto front of a role's choices that fit the devices; `part` names the half of a role on separate
+        devices.
         """
         key = (role, group.kind, devices, part)
         if key not in self._roles:

@@ -21,7 +21,7 @@ SHOWN = 0.005
 
 
 def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
-    """Print the plans, fastest first, the first one in detail, and why it is the first."""
+    """Print the plans, fastest first: the first plan in detail, and why it is fastest."""
     lengths, first, config = problem.lengths, plans[0], problem.config
     write = partial(console.print, highlight=False)
     write(

@@ -45,7 +45,7 @@ DECODED = 4
 
 
 class Evicted(LookupError):
-    """A missing block: its rows were dropped, so no stage needs them any more."""
+    """A block is missing because its rows were dropped; no stage needs them any more."""
 
 
 class DataPlane:
@@ -229,7 +229,7 @@ class WorkItem:
         return self.rows
 
     def share(self, positions: Sequence[int]) -> Rows:
-        """Return this process's rows among those at some positions, in the order of these."""
+        """Return this process's rows among those at some positions, in the positions' order."""
         if list(positions) == self.positions:
             return self.rows
         numbers = {position: number for number, position in enumerate(self.positions)}

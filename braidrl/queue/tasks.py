@@ -120,7 +120,7 @@ class Task:
         self._enter(self._complete(rows))
 
     def reopen(self, rows: Iterable[Row]) -> None:
-        """Repeat completed rows among these: what the task wrote for them was lost."""
+        """Mark completed rows among these as open again: the task's results for them were lost."""
         done = [row for row in rows if self.lease.get(row, 0) is None]
         self._count(done, 1)
         self.give_back(done)
@@ -356,7 +356,7 @@ class Tasks:
         return lease
 
     def complete(self, lease: Lease, positions: Sequence[int] | None = None) -> list[Row]:
-        """Complete rows of a lease, those at some positions or all; return the rows that it still held."""
+        """Complete rows of a lease, at some positions or all; return those that the lease still held."""
         rows = self.left(lease, positions)
         self.finish(lease, rows)
         return rows

@@ -426,7 +426,7 @@ class QueueController(ABC):
         """Answer one request, or park it; the caller holds the lock."""
 
     def handle(self, request: QueueRequest, frames: Sequence[Frame], again: bool = False) -> Answer | None:
-        """Answer one request, or park it; `again` is True for one that was parked."""
+        """Answer a request, or park it; `again` is True for a parked request."""
         with self.changed:
             if request.holder in self.holders and not again:
                 self.holders[request.holder].heard = self.clock()
@@ -456,7 +456,7 @@ class QueueController(ABC):
         return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
 
     def silent(self, seconds: float) -> list[str]:
-        """Return holders without any request for this many seconds: they hang, since working and waiting ones send
+        """Return holders without a request for this many seconds, which hang: working and waiting holders send
         heartbeats.
         """
         now = self.clock()

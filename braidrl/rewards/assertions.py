@@ -27,7 +27,7 @@ COUNT, IS, TYPE = "__asserted__", "__is__", "__type__"
 
 
 class Stopped(BaseException):
-    """The end of a test by another reason than its assertions; no `except` of the test may catch it."""
+    """The end of a test for another reason than its assertions; the test's `except` clauses do not catch it."""
 
     def __init__(self, reason: Exception | None) -> None:
         """Give the failure of the row, or None if the program is wrong."""
@@ -103,7 +103,7 @@ class Names(dict[str, Any]):
         raise NameError(f"name {name!r} is not defined")
 
     def subject(self, name: str) -> Any:
-        """Return a function or class of the program; None if it has none of that name."""
+        """Return a function or class of the program; None if the program lacks the name."""
         try:
             answer = self.ask("name", None, name)
         except KeyError:

@@ -265,7 +265,7 @@ class Peer:
         return [self.keep(kind), kind.__name__, bases, kind.__module__]
 
     def exception(self, described: Payload) -> type[BaseException]:
-        """Return the class of an exception, or what stands here for a class of the other end."""
+        """Return the class of an exception, or the stand-in of a class of the other process."""
         import builtins
 
         if isinstance(described, str):

@@ -178,9 +178,7 @@ class StageExecutor:
         return call
 
     def needs_all(self, stage: Stage) -> bool:
-        """Return True if a rank without rows takes part in a stage, as it is collective, or may draw other ranks'
-        rows.
-        """
+        """Return True if ranks without rows take part in a stage: it is collective, or may draw other ranks' rows."""
         return self.is_collective(stage) or (stage.type == "generate" and self.generation.ranks.size > 1)
 
     def is_collective(self, stage: Stage) -> bool:
@@ -248,8 +246,9 @@ class StageExecutor:
         counted: bool = True,
         overrides: StepOverrides = CONFIGURED,
     ) -> None:
-        """Make one optimizer step of the accumulated objectives, with settings of this step in place of the configured
-        ones, and add its loss and gradient norm to `sums`.
+        """Make one optimizer step of the accumulated objectives, and add its loss and gradient norm to `sums`.
+
+        `overrides` replace the configured settings in this step.
         """
         worker, counts, name = self.workers[role], accumulated.counts, accumulated.objectives[0].name
         self.residency.before_training(role)
@@ -343,7 +342,7 @@ class StageExecutor:
         return of_roles(copies)
 
     def restore_changing(self, copies: Mapping[str, WeightPart]) -> None:
-        """Restore what `copy_changing` has copied; skipped steps are counted anew."""
+        """Restore the state that `copy_changing` has copied; the count of skipped steps restarts."""
         for worker in self._changed():
             with self.residency.all_of(worker.role):
                 torch_worker(worker).restore(of_role(worker.role, copies))

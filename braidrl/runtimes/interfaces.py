@@ -77,7 +77,7 @@ class Backend(Protocol[T]):
         """
 
     def load(self, folder: Path, version: int) -> None:
-        """Load what `save` has written; the loaded weights are those of `version`."""
+        """Load a folder that `save` has written; its weights are those of `version`."""
 
     def close(self) -> None:
         """End all started processes. Allowed after a failure."""
@@ -174,7 +174,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class StartedBatch:
-    """A batch whose rows were started before the weights on which it trains exist.
+    """A batch whose rows were started before its weights existed.
 
     `table` is the batch at its recording point, and `left_out` the index columns of its dropped rows: each a table, or
     the file of one in a checkpoint. `after` is the run's position between this batch and the next one.

@@ -72,7 +72,7 @@ class Replica:
             raise
 
     def hold(self, step: int, executor: StageExecutor) -> None:
-        """Copy this rank's state after a step, unless it has, before its models are freed."""
+        """Copy this rank's state after a step, unless it is copied, before its models are freed."""
         if step not in self.copies:
             self.copies[step] = executor.copy_changing()
 

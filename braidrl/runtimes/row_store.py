@@ -158,8 +158,8 @@ class RowStore:
         return [RowText(*texts) for texts in zip(prompts, texts_of_responses, strict=True)]
 
     def record(self, path: Path, rows: Rows, later: Rows | None = None) -> None:
-        """Write rows with their texts and the new columns of later stages, for people and for a replay, which starts
-        without them.
+        """Write rows with their texts and later stages' columns, for readers and for a replay, which ignores those
+        columns.
         """
         added = {} if later is None else {name: column for name, column in later.items() if name not in rows}
         rows = rows.with_columns(added)

@@ -162,9 +162,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.backend = self.controller.backend
 
     def _close(self) -> None:
-        """End what the backend has started, or after a failure between two backends, the verifiers; and the reading of
-        data.
-        """
+        """End the backend, or after a failure between two backends the verifiers, and the reading of data."""
         for source in self.prepared.sources:
             source.stop()
         if self.backend is not None:
@@ -348,7 +346,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return bool(came)
 
     def _regroup(self, state: RunState | None, error: LostPeers | None = None) -> None:
-        """Continue with the ranks of the newest membership, which all of them join here.
+        """Continue with the ranks of the newest membership, which all join here.
 
         `state` is that after the last whole step, None in a process that comes back. Raises LostPeers if the membership
         is the old one.
@@ -372,7 +370,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 error = another
 
     def _wait_for_enough(self) -> None:
-        """Wait for lost ranks to come back if those that are left cannot hold the roles in their layouts."""
+        """Wait for lost ranks to return while the remaining ranks cannot hold the roles in their layouts."""
         elastic = self.world.elastic
         assert elastic is not None
         while not self.regrouping.fits():
@@ -590,7 +588,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return metrics
 
     def _best_before(self, name: str) -> float | None:
-        """Return the highest value of a metric with which a checkpoint was written, as the first rank knows it."""
+        """Return the highest value of a metric among written checkpoints, as the first rank knows it."""
         if self.world.first:
             self.checkpoints.wait()
         best = best_checkpoint(self.folder) if self.world.first else None

@@ -130,8 +130,7 @@ class Session(AbstractContextManager["Session"]):
         return self.controller.loader.measure(self.iteration, self.index(rows))
 
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Run one stage, which need not be in the flow; return the rows with the new columns, after `select` the kept
-        rows.
+        """Run one stage, which need not be in the flow; return the rows with new columns, after `select` the kept rows.
 
         An update computes old log-probs that it needs and the loop has not. Raises UserError if the stage cannot run on
         these rows.

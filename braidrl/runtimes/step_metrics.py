@@ -61,9 +61,7 @@ NO_SIGNAL = {
 def step_metrics(
     flow: Flow, result: IterationResult[Any], step: int, version: int, seconds: float
 ) -> dict[str, float | int | None]:
-    """Return the metrics of a step, always with `REQUIRED_KEYS`; None for what this flow lacks, such as the reward of
-    `sft`.
-    """
+    """Return the metrics of a step, always with `REQUIRED_KEYS`; a metric that the flow lacks is None."""
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= training_metrics(result)
     metrics |= sampled_metrics(result.generated, result.batch)
@@ -244,7 +242,7 @@ class LearningWatch:
 
 
 class FailureWatch:
-    """Ends a run whose checks or trajectories fail: it would learn that every answer is wrong."""
+    """Ends a run whose checks or trajectories fail, which would otherwise learn that every answer is wrong."""
 
     def __init__(self, most: float, steps: int, folder: Path) -> None:
         """Start; `steps` failing steps in a row, of each more than the share `most`, end the run; 0 never ends it."""
@@ -252,7 +250,7 @@ class FailureWatch:
         self._steps, self._sums = 0, Sums()
 
     def check(self, step: int, sums: Sums) -> None:
-        """Raise FailedStep with the most frequent reason if too much failed in too many steps in a row."""
+        """Raise FailedStep with the most frequent reason if too many rows failed in too many steps in a row."""
         if not failures_beyond(sums, self._most):
             self._steps, self._sums = 0, Sums()
             return

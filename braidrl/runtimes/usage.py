@@ -37,7 +37,7 @@ from braidrl.training.roles.worker import RoleWorker
 
 
 class Drawn(NamedTuple):
-    """Numbers of tokens (B,) drawn for rows, and the sums (B,) of the context lengths at which they were drawn."""
+    """Numbers of tokens (B,) drawn for rows, and sums (B,) of the context lengths at which they were drawn."""
 
     tokens: NDArray[np.int64]
     seen: NDArray[np.int64]
@@ -146,7 +146,7 @@ class DeviceUsage:
         self._encoded[images] = images.encoded_count
 
     def speculated(self, stage: Stage, counts: Speculated | None, sums: Sums) -> None:
-        """Add what the guesses of next tokens have brought since this stage's last call; `counts` are the engine's."""
+        """Add the gain by guesses of next tokens since this stage's last call; `counts` are the engine's."""
         if counts is None:
             return
         new, self._speculated[stage.role] = counts.since(self._speculated.get(stage.role, Speculated())), counts

@@ -63,7 +63,7 @@ KILLED = tuple(
 
 
 class HostSession:
-    """A connection to the process of one call or trajectory: requests and answers, one at a time."""
+    """A connection to the process of one call or trajectory, with one request at a time."""
 
     def __init__(self, host: "CodeHost") -> None:
         """Open a session with a copy of the host, or without a sandbox with the host itself."""
@@ -74,8 +74,8 @@ class HostSession:
         host.sessions.add(self)
 
     async def answer_to(self, request: bytes) -> Message:
-        """Return the answer, or a failure, after which no request may follow; `again` in it says that a kill from
-        outside was the cause.
+        """Return the answer, or a failure that ends the session; `again` in a failure means that the process was killed
+        from outside.
         """
         assert self.ready, "the last request has no answer"
         self.ready, host = False, self._host

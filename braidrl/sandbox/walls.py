@@ -70,7 +70,7 @@ class CodeFiles:
 
     @staticmethod
     def beside(file: Path | None) -> "CodeFiles":
-        """Return the Python files beside `file`, without files of installed packages, which do not change."""
+        """Return the Python files beside `file`, except files of installed packages, which do not change."""
         if file is None or not file.is_file() or any(file.is_relative_to(folder) for folder in python_places()):
             return CodeFiles()
         files, taken = CodeFiles(file.parent), 0

@@ -145,8 +145,8 @@ class TrainingBackend(Protocol):
     def optim_step(
         self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
     ) -> float | None:
-        """Divide the accumulated sums by their global counts, and run one optimizer step; a sum whose count is 0 is
-        left out. Settings in `overrides` hold for this step alone.
+        """Divide the accumulated sums by their global counts and make one optimizer step; sums with count 0 are left
+        out. Settings in `overrides` hold for this step alone.
 
         Returns the 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means
         that nothing was updated. `iteration`, from 1, is for the learning-rate schedule.

@@ -212,7 +212,7 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
 
 
 def without_quantisation(config: Any, folder: Path) -> bool:
-    """Remove a supported quantisation from a configuration; return whether there was one.
+    """Remove a supported quantisation from a configuration; return True if it had one.
 
     Raises UserError for another format.
     """
@@ -354,7 +354,7 @@ def _vision(path: Path, images: ImagesConfig) -> Vision | str:
 
 
 def written_by(config: Any, named: str | None = None) -> Any:
-    """Return the class of a type's processor, or the one that its folder has `named`.
+    """Return the processor class of a model type, or the class that its folder has `named`.
 
     Raises TypeError if it writes no text for images.
     """

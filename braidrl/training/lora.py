@@ -131,8 +131,8 @@ def add_to_tower(model: Any, lora: LoraConfig) -> None:
 
 
 def stacks_of(model: nn.Module) -> dict[str, list[tuple[Any, str]]]:
-    """Return the stacked matrices (E, out, in) of a model's experts by their target name, such as
-    `experts.gate_up_proj`: their modules and their names there.
+    """Return the stacks (E, out, in) of a model's experts by target name, such as `experts.gate_up_proj`: each with its
+    module and name.
     """
     stacks: dict[str, list[tuple[Any, str]]] = {}
     for title, module in model.named_modules():

@@ -53,7 +53,7 @@ class InPlacePublisher:
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """The weights of an engine's own module, or of its trainer's, which are always current."""
+    """The weights of an engine's own module, or the trainer's weights, which are always current."""
 
     model: PreTrainedModel
 

@@ -100,7 +100,7 @@ class Publisher(Protocol):
 
 
 class WeightTransport(Protocol):
-    """A mover of bytes between the processes of one transfer, in each of them: training ranks and engine workers.
+    """A mover of bytes between the processes of one transfer: training ranks and engine workers.
 
     Braid plans which bytes go where; a transport moves one round after the other.
     """

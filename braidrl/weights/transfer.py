@@ -182,7 +182,7 @@ class WeightTransfer:
     def _send(
         self, plan: RankPlan, step: int, count: int, sources: Mapping[str, WeightPart], device: torch.device
     ) -> tuple[Tensor, list[int]]:
-        """Exchange all values of a round's pieces, whose sizes both ends know; return what came, and the bytes from
+        """Exchange all values of a round's pieces, whose sizes are known; return the received bytes, and the bytes from
         each peer.
         """
         pieces = list(plan.sends.pieces(step, count))

@@ -75,7 +75,7 @@ def counts_tokens(body: Json) -> bool:
 
 
 def usage(replies: Sequence[TurnReply]) -> dict[str, int]:
-    """Return the numbers of tokens of an answer, whose choices have one context."""
+    """Count the tokens of an answer; all of its choices have one context."""
     prompt, sampled = len(replies[0].context), sum(len(reply.tokens) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

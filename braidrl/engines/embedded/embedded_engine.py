@@ -101,7 +101,7 @@ class Prompts:
     computed_tokens: int = 0
 
     def expect(self, request: Request, rows: int = 1) -> None:
-        """Count so many more waiting rows with this prompt, or fewer; after the last one, free its keys and values."""
+        """Change the number of waiting rows of a prompt; free its keys and values after the last row."""
         name = prompt_key(request)
         self.waiting[name] += rows
         if not self.waiting[name]:
@@ -286,7 +286,7 @@ class EmbeddedEngine(SteppingEngine):
         return int(last.max()) + 1 - len(request.prompt)
 
     def step(self) -> list[Response]:
-        """Fill free slots, then draw a token for each row, or several if guesses of them were right."""
+        """Fill free slots, then draw a token for each row, or several where guesses were right."""
         with self._decoding():
             free = [slot for slot in range(self.slots) if slot not in self._rows] if self._waiting else []
             if free:
@@ -407,7 +407,7 @@ class EmbeddedEngine(SteppingEngine):
         return ended, {slot: [ids[slot]] for slot in self._watched}
 
     def _decode_compiled(self, native: NativeDecoder) -> tuple[list[int], dict[int, list[int]]]:
-        """Do so with compiled kernels, which also check guesses of the next tokens."""
+        """Decode one step with compiled kernels, which also check guesses of the next tokens."""
         # This thread's seconds: what other programs take of the machine is no cost of a pass.
         states, read, start = self._states, self._pass, time.thread_time()
         if (speculation := self.speculation) is not None:
@@ -507,7 +507,7 @@ class EmbeddedEngine(SteppingEngine):
         return self._done(ended)
 
     def _look_at_rows(self) -> None:
-        """Look at the rows in slots before a step, when some have come, gone or moved."""
+        """Update per-row settings after rows have been added, removed or moved."""
         rows, self._has_changed = self._rows, False
         slots = sorted(rows)
         if self._native is not None:

@@ -289,7 +289,7 @@ class NativeDecoder:
         self._packed_as_of = now
 
     def release(self) -> None:
-        """Free the packed matrices: they are not needed, or the weights have changed."""
+        """Free the packed matrices, which are not needed any more or hold earlier weights."""
         self._panels, self._packed_as_of = {}, []
 
     def _look_up(self) -> None:

@@ -186,7 +186,7 @@ class Guesses:
 
 
 def last_tokens(ids: Tensor) -> Tensor:
-    """Return the last DEPTH of these ids, (DEPTH,), behind -1 where there are fewer."""
+    """Return the last DEPTH of these ids, (DEPTH,), filled with -1 in front."""
     last = torch.full((DEPTH,), -1, dtype=torch.int64)
     if kept := min(DEPTH, len(ids)):
         last[DEPTH - kept :] = ids[-kept:]

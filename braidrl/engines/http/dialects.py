@@ -110,9 +110,7 @@ def vllm_read(answer: Json) -> Drawn:
 
 
 def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
-    """Return vLLM's modes whose log-probs are log-softmax(logits / temperature) of all tokens, when vLLM itself draws
-    so.
-    """
+    """Return vLLM's modes whose log-probs are log-softmax(logits / temperature) over all tokens when vLLM draws."""
     if sampling.top_p < 1 or sampling.top_k:
         # One mode renormalizes over the tokens that are kept, the other one leaves the temperature out.
         return ("raw_logprobs",) if sampling.log_prob_temperature == 1 else ()

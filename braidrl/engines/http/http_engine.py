@@ -282,7 +282,7 @@ class HttpEngine:
         self._awake.set()
 
     async def recover(self) -> int:
-        """Wait for a server that its owner restarts; it then has its initial weights.
+        """Wait for the owner to restart a server, which then has its initial weights.
 
         Raises EngineError if it does not answer.
         """

@@ -319,7 +319,7 @@ class ResumingEngine:
         ended(uid, result)
 
     async def withdraw(self, uids: Collection[Uid]) -> None:
-        """Remove rows without a call, and wait until the engine has removed them."""
+        """Remove rows without a response, and wait until the engine has removed them."""
         if self._held is not None:
             gone = set(uids)
             self._held = [([r for r in requests if r.uid not in gone], ended) for requests, ended in self._held]
@@ -472,7 +472,7 @@ RoleEngine = SteppingEngine | EngineService
 
 
 class PolicyEngines:
-    """The engines of roles that play together as one, in one event loop: each request goes to that of its policy."""
+    """The engines of roles that play together, in one event loop; each request goes to its policy's engine."""
 
     def __init__(self, engines: Mapping[str, ServedEngine]) -> None:
         """Take the started engines by role."""

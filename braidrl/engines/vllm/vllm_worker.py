@@ -187,7 +187,7 @@ def block_of(view: Tensor, shape: torch.Size) -> Box | None:
 
 
 class CopyWatch(TorchDispatchMode):
-    """Records which view of a meta tensor is copied to which parameter, in place of copying."""
+    """Records copies from views of meta tensors to parameters instead of making them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,8 +227,8 @@ def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
 
 
 def parts_of_gpt_oss(tensors: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each expert apart, and keep attention sinks for `load_sinks`: vLLM's loader copies both where a reload does
-    not see it.
+    """Yield each expert separately and keep attention sinks for `load_sinks`: vLLM's loader copies both unseen by a
+    reload.
     """
     for name, tensor in tensors:
         layer, experts, part = name.partition(".mlp.experts.")
@@ -266,7 +266,7 @@ def compute_plainly(layer: Any, remove_weight: bool) -> None:
 
 
 def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-    """Pack experts at each update: vLLM packs them the first time only, and would take an update's plain tensors for
+    """Pack experts at each update: vLLM packs them only once, and would take an update's plain tensors for
     packed ones.
     """
     is_update = method.moe_kernel is not None

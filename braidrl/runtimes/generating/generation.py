@@ -141,8 +141,8 @@ class PartialResponses:
         return list(self.asked.values())
 
     def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
-        """Return the whole response; if its budget is spent it is suspended, unless it is complete or repeats
-        itself.
+        """Return the response with its earlier part; it is suspended if its budget is spent, unless it is complete or
+        repeats itself.
         """
         request, response = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
         spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
@@ -155,7 +155,7 @@ class PartialResponses:
 
 
 def images_seen(engine: RoleEngine) -> ModelImages | None:
-    """Return the images of an engine of this process; None for one that sees none, or is elsewhere."""
+    """Return the images of an engine in this process; None if it sees none or runs elsewhere."""
     return engine.images if isinstance(engine, EmbeddedEngine) else None
 
 
@@ -404,9 +404,7 @@ class Generation:
         return {uid: self.undrawn(stage, rows.take([position])) for uid, position in positions.items()}
 
     def undrawn(self, stage: Stage, row: Rows) -> Response | Trajectory:
-        """Return the result of a row that is left out, because processes have ended with it: nothing is drawn or
-        checked.
-        """
+        """Return the result of a row that is left out because processes ended with it, without drawing or checking."""
         (uid,) = row.uids()
         self.checks.left_out.add(uid)
         engine = self.engines[str(stage.role)]

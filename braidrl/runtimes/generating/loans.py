@@ -35,9 +35,7 @@ class Move:
 
 
 def skimmed(amounts: Sequence[int], count: int) -> list[int]:
-    """Return how much to take of each amount, `count` in all, so that the largest remaining one is as small as
-    possible.
-    """
+    """Return how much to take of each amount, `count` in all, so that the largest remainder is as small as possible."""
     order = sorted(range(len(amounts)), key=lambda i: (-amounts[i], i))
     taken, total = [0] * len(amounts), 0
     for largest, i in enumerate(order, 1):
@@ -100,7 +98,7 @@ class Loans:
         return self.world.mail
 
     def open(self, engine: RoleEngine, requests: Iterable[Request], on_returned: Callable[[Response], None]) -> None:
-        """Begin to lend waiting rows of `requests`, which come back through `on_returned`, and to borrow."""
+        """Begin to lend waiting rows of `requests`, returned through `on_returned`, and to borrow."""
         self.engine, self.on_returned = engine, on_returned
         self.own = {request.uid: request for request in requests}
 
@@ -172,7 +170,7 @@ class Loans:
         return [uid for uid in self.engine.waiting_rows() if uid in self.own and uid not in self.lent]
 
     def _lend(self, move: Move) -> list[Uid]:
-        """Send the last of this rank's waiting rows, and return them; some may have started since the round."""
+        """Send this rank's last waiting rows, some of which may have started since the round; return those sent."""
         uids = self._waiting()[-move.rows :]
         self._put(self._key("lent", move.lender, move.borrower), [self.own[uid] for uid in uids])
         self.lent |= dict.fromkeys(uids, move.borrower)

@@ -260,7 +260,7 @@ class HybridBackend:
             join_parts(path, written)
 
     def save_rows(self, path: Path, table: Handle) -> None:
-        """Write the rows from the ranks that generated them, beside a call that may be running."""
+        """Write the rows from the ranks that generated them, during a running call if there is one."""
         group, parts = self._where_made(table)
         folder, shares = ray.put(path.resolve()), [table.take(rows) for rows in parts]
         group.wait(group.call("keep", [folder] * len(parts), shares, aside=True))
@@ -335,7 +335,9 @@ class HybridBackend:
         output.begin(key, group, futures, parts)
 
     def _begin_deferred(self, outputs: Iterable[Output]) -> None:
-        """Start the deferred stages: here if one reads and writes only index columns, else where its rows are."""
+        """Start the deferred stages: on the driver if a stage reads and writes only index columns, else where its rows
+        are.
+        """
         for output in outputs:
             if not (output.index is None and not output.futures):
                 continue
@@ -424,7 +426,7 @@ def start_hybrid_backend(
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
-    """Wait until the workers have written their copies; `actors` are those at the time of the copies.
+    """Wait until the workers have written their copies; `actors` are the workers at the time of copying.
 
     Raises OSError if a worker could not write, and WorkerError if one is gone or the group was restarted since.
     """

@@ -64,7 +64,7 @@ class WorkerGroup:
         self.__post_init__()
 
     def start(self) -> None:
-        """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
+        """Start an actor for each rank under a name that other workers know, without data of the run."""
         self.actors, self.limit_s = [], self.cluster.config.start_limit_s
         self.forgotten.clear()
         for rank, bundle in enumerate(self.places):
@@ -229,7 +229,7 @@ class RunWorkers:
         return counts
 
     def size_for(self, group: WorkerGroup, nodes: Mapping[str, Mapping[str, float]]) -> int:
-        """Return with how many workers a group can start on these nodes, at most the configured number; 0 for none.
+        """Return the number of workers, at most the configured one, with which a group fits on these nodes; 0 for none.
 
         Pools whose nodes or devices are configured keep their size.
         """
@@ -243,7 +243,7 @@ class RunWorkers:
         return next((size for size in sizes if deployment.fits(replace(configured, workers=size))), 0)
 
     def can_grow(self) -> bool:
-        """Return True if a group that has lost workers with a node can have more again."""
+        """Return True if a group that lost workers with a node can grow again."""
         configured = {pool.name: pool.workers for pool in self.prepared.deployment.pools}
         if all(group.pool.workers == configured[group.pool.name] for group in self.groups):
             return False
@@ -284,7 +284,7 @@ class RunWorkers:
         return lines
 
     def _find_places(self, group: WorkerGroup) -> str:
-        """Give a group places on the nodes that live, unless its own are there; return a line if its size changes.
+        """Place a group on living nodes, unless its nodes live; return a line if its size changes.
 
         Raises WorkerError if the nodes have no room for it.
         """

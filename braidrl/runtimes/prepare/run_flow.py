@@ -103,7 +103,7 @@ def with_images(flow: Flow, config: Config) -> Flow:
 
 
 def evaluates_given(config: Config, is_scalar: bool) -> bool:
-    """Return whether a flow on given responses is evaluated on held-out ones, not on responses that it generates."""
+    """Return True if a flow on given responses is evaluated on held-out responses instead of generated ones."""
     if config.evaluation.responses != "auto":
         return config.evaluation.responses == "given"
     usual = RewardConfig.model_fields["verify"].default

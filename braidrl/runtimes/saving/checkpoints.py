@@ -62,7 +62,7 @@ class LostWrite(OSError):
 
 
 class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
-    """Writes one thing after the other; as a context manager it waits at the end."""
+    """Runs writes one after another in a thread; as a context manager it waits for the last."""
 
     def __init__(self, what: str = "the checkpoint") -> None:
         self._what = what
@@ -180,8 +180,9 @@ class Checkpoints:
     def _finish(
         self, unfinished: ExitStack, path: Path, calls: Sequence[Write], keep_last: int | None, best: Best | None
     ) -> None:
-        """Make the calls, point `latest` at the whole checkpoint and, if it is the best, `best.json`; then remove the
-        oldest beyond `keep_last`, but never the best. None keeps all.
+        """Make the calls, and point `latest`, and for the best checkpoint `best.json`, to the complete checkpoint.
+
+        Then remove the oldest checkpoints beyond `keep_last`, but never the best. None keeps all.
         """
         with unfinished:
             for call in calls:

@@ -83,8 +83,8 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def with_changes(folder: Path, config: Config) -> list[str]:
-    """Write a resumed run's configuration; return a line for each changed key, and one that names the file in which
-    the configuration before is kept.
+    """Write a resumed run's configuration; return a line per changed key, and a line that names the file with the
+    former configuration.
     """
     path = folder / "config.yaml"
     kept = next(folder / f"config.{n}.yaml" for n in count(1) if not (folder / f"config.{n}.yaml").exists())

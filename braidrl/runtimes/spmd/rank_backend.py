@@ -304,7 +304,7 @@ class RankBackend:
             self.store.save(path, gathered.rows)
 
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
-        """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""
+        """Return True if a compute stage reads only index columns, so that each rank computes it for all rows."""
         inputs = self._reads(stage)
         if inputs is None:
             # A rank without rows cannot know whether others have an optional column.

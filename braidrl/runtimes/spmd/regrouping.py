@@ -50,7 +50,7 @@ class Regrouping:
             self.states = {step: self.states[step] for step in self.replica.copies}
 
     def hold(self, state: RunState | None, backend: RankBackend | None) -> None:
-        """Copy the state after this rank's last whole step, unless it has copies, and leave the groups of the ranks."""
+        """Copy the state after this rank's last complete step, unless it has copies, and leave the process groups."""
         if state is not None and backend is not None and self.is_copied and not self.is_loading:
             self.replica.hold(state.step, backend.executor)
             self.states.setdefault(state.step, state)
@@ -95,7 +95,7 @@ class Regrouping:
         backend.deaths.learn(self.world.isolated_rows())
 
     def _with_new_owners(self, state: RunState) -> RunState | None:
-        """Return a state whose waiting rows are on the present ranks; None if some were on a lost one."""
+        """Assign a state's waiting rows to the present ranks; return None if a lost rank held some."""
         now = self.world.members
         ranks = {rank: now.index(member) for rank, member in enumerate(self.members) if member in now}
         try:

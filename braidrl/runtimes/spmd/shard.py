@@ -69,9 +69,7 @@ class Shard:
         return iter([*self.index, *self.payload] if len(self.mine) else ())
 
     def with_columns(self, index: Rows, payload: Rows) -> "Shard":
-        """Return the same rows with new index columns of all rows, and new payload of this rank's; a rank without rows
-        has none.
-        """
+        """Return the same rows with new index columns of all rows and new payload of this rank, if it has rows."""
         some = len(self.payload) or len(payload)
         new = self.payload.with_columns(dict(payload.items())) if some else Rows({})
         return replace(self, index=self.index.with_columns(dict(index.items())), payload=new)

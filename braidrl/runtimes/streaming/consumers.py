@@ -222,7 +222,7 @@ class Consumers:
         return sorted(needed, key=self._place.__getitem__)
 
     def _waits_of(self, stages: Iterable[str]) -> frozenset[str]:
-        """Return the consumers and verdict stages that rows of these stages come from."""
+        """Return the consumers and verdict stages that these stages' rows come from."""
         names, writers = set(stages), {ADMISSION}
         for name in names:
             for writer in self._waits[name]:
@@ -244,7 +244,7 @@ class Consumers:
 
 
 class TrainingProgress:
-    """The batches in training: which steps may be made, and what is due to be published."""
+    """The batches in training: the steps that may be made, and the weights that are due for publication."""
 
     def __init__(self, consumers: Consumers, tasks: Tasks) -> None:
         """Begin without batches; `tasks` say which rows the consumers have done."""

@@ -336,7 +336,7 @@ class ControlPlane(QueueController):
         self.allowed, self.is_due = iteration, False
 
     def add_stream(self, stream: Stream) -> None:
-        """Serve another stream; a lease number names one lease among all of them."""
+        """Serve another stream; lease numbers are unique over all streams."""
         stream.tasks.leases.numbers = self.training.tasks.leases.numbers
         self.streams.append(stream)
 
@@ -394,7 +394,7 @@ class ControlPlane(QueueController):
             return True
 
     def continue_from_memory(self, leaders: Mapping[str, str]) -> None:
-        """Let trainers that have met anew go back to the published version, before all other work.
+        """Let regrouped trainers return to the published version before any other work.
 
         `leaders` are the names with which they are about to register, by role. Their groups get no rows until then.
         """
@@ -482,7 +482,7 @@ class ControlPlane(QueueController):
     def _lease(
         self, stream: Stream, name: str, request: TakeWork, version: int | None
     ) -> tuple[LeasedRows, Sequence[Frame]] | None:
-        """Return rows for a consumer, for an engine that holds `version` of the weights; None if there are none."""
+        """Lease rows to a consumer, for an engine that holds `version` of the weights; None if there are none."""
         consumer, most = stream.consumers.by_name[name], request.most
         # Accumulated gradients cannot be undone: a trainer keeps its rows until it is known to be dead.
         seconds = math.inf if consumer.kind is Kind.TRAIN else self.lease_s

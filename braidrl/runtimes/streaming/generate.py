@@ -122,7 +122,7 @@ class GenerateLoop:
         return await answer
 
     def _ended_by_lease(self) -> list[tuple[int, int]]:
-        """Return the rows of each lease that do not need a slot any more; the queue learns of others when they are
+        """Return the rows of each lease that have freed their slots; other rows are known to the queue when
         reported.
         """
         return [(number, lease.ended) for number, lease in self.leases.items() if lease.ended]

@@ -222,7 +222,7 @@ class Processes:
             tell(left_out_line(row, "engines", killed.process.describe_end()))
 
     def _lose_trainer(self, lost: Member) -> None:
-        """Let the ranks that are left continue from memory; the lost one starts again, and joins them later.
+        """Let the remaining ranks continue from memory; the lost rank restarts and joins them later.
 
         Raises LostProcess if no rank of a role has its state, or the budget is spent.
         """
@@ -270,7 +270,7 @@ class Processes:
         return any(ranks.waiting() for ranks in self.trained.values())
 
     def continue_from_memory(self) -> None:
-        """Let all trainers meet anew, and repeat what they have made of the next version."""
+        """Let all trainers meet again, and repeat their work on the next version."""
         with self.control.changed:
             self.regroup()
             self.control.continue_from_memory(self.leaders())
@@ -309,7 +309,8 @@ class Processes:
         return workers
 
     def resize(self, name: str, more: int) -> str:
-        """Start `more` engines of a group, or let the last ones leave if `more` is negative; return what was done.
+        """Start `more` engines of a group, or let its last engines leave if `more` is negative; return the outcome as
+        text.
 
         Rows of an engine that leaves are leased again. Raises UserError for a group without engines, without devices,
         or of which too few would be left.
@@ -516,7 +517,7 @@ def first_members(group: Group) -> Membership:
 
 
 def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
-    """Return this generating process as one of the workers of its role, or as one of a worker's nodes."""
+    """Return this generating process as a worker of its role, or as a node of a worker."""
     number, workers = arguments["number"] // group.nodes, group.processes // group.nodes
     if group.nodes == 1:
         return OneOf(rank=number, size=workers)
@@ -528,7 +529,7 @@ def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
 
 
 def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
-    """Return the ranks of a worker, which meet at a store; a world of one for a process that shares nothing."""
+    """Return the ranks of a worker, which meet at a store; a single process gets a world of one rank."""
     (host, port), rank = arguments["meeting"], arguments["rank"]
     if arguments["may_change"]:
         store = connect_store(host, port, RANKS_LIMIT_S, meeting_of(arguments["secret"], group))

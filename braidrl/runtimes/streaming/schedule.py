@@ -31,7 +31,7 @@ class StreamSchedule:
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
-        """Begin a run; `samplers` are those of stages whose consumers do not take the oldest rows first."""
+        """Begin a run; stages without one of `samplers` give their oldest rows first."""
         self.flow, self.sizes, self.consumers = flow, sizes, Consumers(flow)
         self.tasks = self.consumers.tasks()
         self.tasks.facts = self._facts
@@ -458,8 +458,8 @@ class StreamSchedule:
         return engine_version is None or admissible(iteration, engine_version, bound)
 
     def _assign(self) -> None:
-        """Assign undecided groups to the open batch as far as needed, and the others to later ones; hold back groups
-        without a slot.
+        """Assign undecided groups to the open batch as far as needed, others to later batches; hold back groups without
+        a slot.
         """
         if self.sizes.older_groups is None or not self.is_open:
             return
@@ -470,7 +470,7 @@ class StreamSchedule:
         self._hold_back(self.opened + 1)
 
     def _hold_back(self, iteration: int) -> None:
-        """Let groups of a batch wait for its own version, except those that may be stale."""
+        """Let a batch's groups wait for its version, except groups that may be stale."""
         if self.sizes.older_groups is None:
             return
         batch = self.progress.batches.get(iteration)
@@ -506,7 +506,7 @@ class StreamSchedule:
                 self._leave_out(consumer.name, uids)
 
     def _leave_out(self, name: str, uids: Sequence[Uid]) -> None:
-        """Skip rows in a consumer: no task waits for it, and it takes none of them."""
+        """Skip rows in a consumer: it takes none of them, and no task waits for them."""
         self.tasks.write(name, uids)
         self.tasks[name].finish(uids)
 

@@ -125,7 +125,7 @@ class LoadCheckpoint(Message):
 
 
 class GoBack(Message):
-    """Go back to the state of a version, and give it to ranks that lack it; publish the weights with `export`."""
+    """Return to the state of a version, and send it to ranks that lack it; publish the weights with `export`."""
 
     version: int
     export: bool

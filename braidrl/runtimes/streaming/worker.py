@@ -105,7 +105,7 @@ class TrainerState:
         """The time at which the ranks began to meet anew, until they have gone back."""
 
     def keep(self, version: int) -> None:
-        """Copy what the training after a published version is going to change, before it begins."""
+        """Copy the state that training after a published version will change."""
         if self.is_copied:
             self.replica.keep(version, self.executor)
 
@@ -190,7 +190,7 @@ class StageLoop:
         self._broadcast(pack_message((Stop(), [])))
 
     def _together(self, work: WorkItem) -> None:
-        """Do a piece of work with all ranks, which get the queue's answer and the columns that came with it."""
+        """Do a piece of work with all ranks; each gets the queue's answer and its columns."""
         if self.world.size > 1:
             frames = [bytes(frame) for frame in encode(work.inline)] if len(work.inline) else []
             self._broadcast(pack_message((work.answer, frames)))

@@ -252,7 +252,7 @@ class PackedSequences(AttentionContext):
         more: Callable[[list[int]], dict[str, Any]] | None = None,
         multiple: int = MULTIPLE,
     ) -> Any:
-        """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no
+        """Run a mixer over batches of sequences of about equal length, padded at the end, where padding changes no
         earlier token.
 
         Tensors (1, N, ...) among its arguments hold the tokens of all sequences. `more` returns further named arguments

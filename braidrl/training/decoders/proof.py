@@ -200,7 +200,7 @@ class Twin:
         return max(BOUND, min(ROUNDINGS * rounding, MOST_ROUNDING))
 
     def untouched(self) -> Any:
-        """Return transformers' twin before its first row: some ropes keep what earlier rows have set."""
+        """Return transformers' twin before its first row; some ropes keep state of earlier rows."""
         return copy.deepcopy(self.own) if RopeLengths.of(self.config) else self.own
 
     @cached_property

@@ -265,8 +265,10 @@ class RoleWorker(ShardedBackend):
         )
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False, may_share: bool = True) -> list[MicroBatch]:
-        """Pack rows into micro-batches of at most `max_tokens`, with `whole_groups` by group, plus empty ones up to all
-        ranks' number; if they `may_share`, each shared prompt once.
+        """Pack rows into micro-batches of at most `max_tokens`, and add empty ones up to the greatest number of any
+        rank.
+
+        With `whole_groups` a micro-batch holds complete groups. If rows `may_share`, each shared prompt is packed once.
         """
         # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was
         # planned for.
@@ -487,7 +489,7 @@ class RoleWorker(ShardedBackend):
         ranks: Ranks,
         write: bool,
     ) -> None:
-        """Write this rank's share of each set of files, and on the rank that shall `write` the files beside them."""
+        """Write this rank's share of each set of files; the rank with `write` also writes the files beside them."""
         digests = dict[str, Any]()
         for stem, parts in sets.items():
             path = folder / stem
