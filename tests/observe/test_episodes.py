@@ -159,22 +159,28 @@ def test_the_page_filters_opens_an_episode_and_finds_its_turns(page: PageServer)
     assert ask(page, "/api/rows?set=test")[1]["total"] == 2
 
 
-def test_an_image_of_an_observation_is_shown_in_its_place(tmp_path: Path) -> None:
-    store = ImageStore(tmp_path / "images", 1000)
+def write_seeing_run(folder: Path) -> str:
+    """Write a run of one episode whose observation has an image, and return the image's name."""
+    store = ImageStore(folder / "images", 1000)
     content = io.BytesIO()
     Image.new("RGB", (8, 8), "red").save(content, "PNG")
-    name = store.add(content.getvalue(), tmp_path)
+    name = store.add(content.getvalue(), folder)
     tokens, mask = [1, 2, 6, 6, 6, 3, 4], [False, True, False, False, False, False, True]
     columns = dict.fromkeys(("source", "group", "sample", "finish_reason"), torch.tensor([0]))
     ragged = {"tokens": Ragged.from_rows([tokens], torch.int64), "action_mask": Ragged.from_rows([mask], torch.bool)}
     turns = {"turn_lengths": Ragged.from_rows([[1, 1]], torch.int64), "images": Objects(([[name, 2, 3]],))}
     rows = Rows({**columns, "reward": torch.tensor([1.0]), "action_tokens": torch.tensor([2]), **ragged, **turns})
-    write_rollouts(rollout_path(tmp_path, 1), rows, ["ask"], ["look"])
+    write_rollouts(rollout_path(folder, 1), rows, ["ask"], ["look"])
     Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<pad>")).save(
-        str(tmp_path / "tokenizer.json")
+        str(folder / "tokenizer.json")
     )
-    settings = {"model": str(tmp_path), "data": {"images": {"folder": str(store.folder)}}}
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    settings = {"model": str(folder), "data": {"images": {"folder": str(store.folder)}}}
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    return name
+
+
+def test_an_image_of_an_observation_is_shown_in_its_place(tmp_path: Path) -> None:
+    name = write_seeing_run(tmp_path)
     with PageServer(tmp_path) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         _, opened, headers = ask(server, "/api/row?row=0")

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 
 from braidrl.observe.rollouts_page import PageServer
-from tests.observe.test_episodes import WORDS, run  # noqa: F401  a fixture
+from tests.observe.test_episodes import WORDS, run, write_seeing_run  # noqa: F401  `run` is a fixture
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = os.environ.get("BRAID_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -85,12 +85,18 @@ async def tab_at(address: str, folder: Path) -> AsyncIterator[Tab]:
         process.wait()
 
 
-@pytest.fixture
-def page(run: Path) -> Iterator[PageServer]:  # noqa: F811
-    with PageServer(run) as server:
+@contextmanager
+def served(folder: Path) -> Iterator[PageServer]:
+    with PageServer(folder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+@pytest.fixture
+def page(run: Path) -> Iterator[PageServer]:  # noqa: F811
+    with served(run) as server:
+        yield server
 
 
 def test_a_browser_filters_opens_an_episode_and_finds_its_turns(page: PageServer, tmp_path: Path) -> None:
@@ -116,3 +122,22 @@ def test_a_browser_filters_opens_an_episode_and_finds_its_turns(page: PageServer
             assert not faults, faults
 
     asyncio.run(look())
+
+
+def test_a_browser_shows_the_image_of_an_observation_between_its_turns(tmp_path: Path) -> None:
+    write_seeing_run(tmp_path / "run")
+
+    async def look(address: str) -> None:
+        async with tab_at(address, tmp_path / "browser") as tab:
+            await tab.becomes("document.querySelectorAll('#rows tr').length", 1)
+            await tab.value("document.querySelector('#rows tr').click()")
+            images = "[...document.querySelectorAll('#episode img')]"
+            await tab.becomes(
+                f"{images}.map((i) => i.complete && [i.naturalWidth, i.naturalHeight].join('x')).join()", "8x8"
+            )
+            places = "[...document.querySelectorAll('.segment')].map((s) => s.querySelectorAll('img').length)"
+            assert await tab.value(places) == [0, 0, 1, 0], "it stands in the observation"
+            assert not tab.faults, tab.faults
+
+    with served(tmp_path / "run") as server:
+        asyncio.run(look(server.address))
