@@ -12,7 +12,7 @@
 /* residual += update (where there is one); out = residual / sqrt(mean(residual^2) + epsilon) * weight */
 void add_norm(float *residual, const number *update, const number *weight, number *out, int64_t rows, int64_t width,
               float epsilon, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads_for(rows * width / 2, threads)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         float *restrict h = residual + r * width;
         number *restrict o = out + r * width;
@@ -30,7 +30,7 @@ void add_norm(float *residual, const number *update, const number *weight, numbe
 
 /* out = silu(first half) * second half, of `both` (rows, 2 * width) */
 void gated(const number *both, number *out, int64_t rows, int64_t width, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads_for(rows * width / 2, threads)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const number *restrict gate = both + 2 * r * width, *restrict up = gate + width;
         number *restrict o = out + r * width;
@@ -106,7 +106,9 @@ int attend(const number *projected, const number *query_weight, const number *ke
            number *values, number *out, int64_t rows, int64_t key_heads, int64_t capacity, int64_t window,
            float scaling, int threads) {
     int failed = 0;
-#pragma omp parallel num_threads(threads)
+    int64_t seen = 0;
+    for (int64_t r = 0; r < rows; r++) seen += positions[r] + 4;
+#pragma omp parallel num_threads(threads_for(seen * key_heads * GROUP * HEAD / 4, threads))
     {
         float *scores = malloc(sizeof(float) * GROUP * (size_t)capacity);
         if (!scores) {
@@ -181,7 +183,7 @@ void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, cons
 void draw(const number *logits, const double *temperatures, const uint8_t *greedy, const double *uniforms, int64_t *tokens, float *log_probs,
           double *sums, int64_t rows, int64_t vocabulary, int threads) {
     int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads_for(rows * vocabulary, threads)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const number *restrict x = logits + r * vocabulary;
         double *restrict sum = sums + r * blocks;

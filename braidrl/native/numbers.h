@@ -19,6 +19,10 @@ static inline float load(number x) { return x; }
 static inline number store(float x) { return x; }
 #endif
 
+/* Threads for work that takes one of them so many nanoseconds: to wake another one takes as long as little work. */
+#define WORTH_WAKING 20000
+static inline int threads_for(int64_t nanoseconds, int threads) { return nanoseconds < WORTH_WAKING ? 1 : threads; }
+
 /* exp to within 2 units in the last place, as plain arithmetic that compilers turn into vectors; 0 below -87. */
 static inline float exponential(float x) {
     float bounded = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;

@@ -15,6 +15,7 @@
 #pragma GCC optimize("no-associative-math")
 #endif
 #include "numbers.h"
+#include <omp.h>
 #include <string.h>
 
 #ifdef __AVX512F__
@@ -135,36 +136,37 @@ static void multiply(const float *x, const float *panels, const number *bias, nu
 int product(const number *x, const number *weight, const float *packed, const number *bias, number *out, int64_t rows,
             int64_t inner, int64_t columns, int threads) {
     int64_t all = (columns + WIDTH - 1) / WIDTH, tiles = (rows + ROWS - 1) / ROWS;
-    int high = rows ? (int)((rows + tiles - 1) / tiles) : 1, group = panels_of(high), failed = 0;
+    int high = rows ? (int)((rows + tiles - 1) / tiles) : 1, group = panels_of(high);
     int is_wide = sizeof(number) == sizeof(float);
+    size_t of_thread = (size_t)group * inner * WIDTH;
     float *left = is_wide ? (float *)x : malloc(sizeof(float) * (size_t)(rows * inner + 1));
-    if (!left) return 0;
+    float *memory = packed ? NULL : malloc(sizeof(float) * (of_thread * threads + 1));
+    if (!left || (!packed && !memory)) {
+        if (!is_wide) free(left);
+        free(memory);
+        return 0;
+    }
     for (int64_t i = 0; !is_wide && i < rows * inner; i++) left[i] = load(x[i]);
-#pragma omp parallel num_threads(threads)
-    {
-        float *memory = packed ? NULL : aligned_alloc(64, sizeof(float) * (size_t)(group * inner + 16) * WIDTH);
-        if (!packed && !memory) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp barrier
-#pragma omp for schedule(static)
-        for (int64_t j = 0; j < (all + group - 1) / group; j++) {
-            int64_t first = j * group;
-            int wide = all - first < group ? (int)(all - first) : group;
-            if (failed) continue;
-            for (int64_t p = 0; !packed && p < wide; p++) {
+    threads = threads_for(rows * inner * columns / 50 + (packed ? 0 : inner * columns / 10), threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t j = 0; j < (all + group - 1) / group; j++) {
+        int64_t first = j * group;
+        int wide = all - first < group ? (int)(all - first) : group;
+        const float *panels = packed + first * inner * WIDTH;
+        if (!packed) {
+            float *mine = memory + of_thread * omp_get_thread_num();
+            for (int64_t p = 0; p < wide; p++) {
                 int64_t column = (first + p) * WIDTH;
                 pack_panel(weight + column * inner, inner, columns - column < WIDTH ? (int)(columns - column) : WIDTH,
-                           memory + p * inner * WIDTH);
+                           mine + p * inner * WIDTH);
             }
-            const float *panels = packed ? packed + first * inner * WIDTH : memory;
-            for (int64_t r = 0; r < rows; r += high)
-                multiply(left + r * inner, panels, bias, out + r * columns, rows - r < high ? (int)(rows - r) : high, inner, wide,
-                         first * WIDTH, columns);
+            panels = mine;
         }
-        free(memory);
+        for (int64_t r = 0; r < rows; r += high)
+            multiply(left + r * inner, panels, bias, out + r * columns, rows - r < high ? (int)(rows - r) : high, inner, wide,
+                     first * WIDTH, columns);
     }
+    free(memory);
     if (!is_wide) free(left);
-    return !failed;
+    return 1;
 }
