@@ -32,8 +32,8 @@ def listening(processes: Iterable[int] | None = None) -> set[int]:
     """
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    found = {int(fields[INODE]) for fields in sockets if fields[STATE] == LISTEN}
-    return found if processes is None else found & {inode for process in processes for inode in sockets_of(process)}
+    result = {int(fields[INODE]) for fields in sockets if fields[STATE] == LISTEN}
+    return result if processes is None else result & {inode for process in processes for inode in sockets_of(process)}
 
 
 def sockets_of(process: int) -> Iterator[int]:

@@ -39,8 +39,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             cli.main()
         except SystemExit as end:
             code = int(end.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return run
 
@@ -155,8 +155,8 @@ def test_a_mistake_in_the_configuration_is_named(
 ) -> None:
     # Even where one exists.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    found = refusal("train", workshop.config_file(), override)
-    assert re.search(CONFIGURATION[override], found), found
+    message = refusal("train", workshop.config_file(), override)
+    assert re.search(CONFIGURATION[override], message), message
     assert not (workshop.folder / "run" / "metrics.jsonl").exists()
 
 
@@ -247,11 +247,11 @@ def test_run_and_dry_run_report_what_this_machine_lacks(
 def test_an_output_that_cannot_be_written_is_named(workshop: Workshop, refusal: Refusal, dry: tuple[str, ...]) -> None:
     file = workshop.folder / "file"
     file.touch()
-    found = refusal("train", workshop.config_file(), f"output={file / 'runs'}", *dry)
+    message = refusal("train", workshop.config_file(), f"output={file / 'runs'}", *dry)
     assert (
-        found.startswith(f"output: {file / 'runs'}")
-        and "cannot be written" in found
-        and found.endswith("set another `output`")
+        message.startswith(f"output: {file / 'runs'}")
+        and "cannot be written" in message
+        and message.endswith("set another `output`")
     )
 
 
@@ -262,16 +262,16 @@ def test_a_home_that_cannot_be_written_is_named(
     file.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     monkeypatch.setattr("braidrl.training.decoders.proof.KNOWN", {})
-    found = refusal("train", workshop.config_file())
-    assert found.startswith(f"{file}/braidrl, where compiled kernels"), found
-    assert "(Not a directory); set XDG_CACHE_HOME" in found
+    message = refusal("train", workshop.config_file())
+    assert message.startswith(f"{file}/braidrl, where compiled kernels"), message
+    assert "(Not a directory); set XDG_CACHE_HOME" in message
 
 
 def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal: Refusal) -> None:
     bare = workshop.folder / "bare"
     shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
-    found = refusal("train", workshop.config_file(), f"model={bare}")
-    assert found.startswith(f"model: {bare} has no tokenizer"), found
+    message = refusal("train", workshop.config_file(), f"model={bare}")
+    assert message.startswith(f"model: {bare} has no tokenizer"), message
 
 
 FLOWS = {
@@ -305,8 +305,8 @@ def test_a_flow_that_could_not_run_is_refused(workshop: Workshop, refusal: Refus
     path = workshop.folder / "flow.yaml"
     path.write_text(json.dumps({"flow": "own", "stages": stages}))
     for arguments in (("train", workshop.config_file(), f"flow={path}"), ("flow", path)):
-        found = refusal(*arguments)
-        assert re.search(message, found), found
+        result = refusal(*arguments)
+        assert re.search(message, result), result
 
 
 DATA: dict[str, tuple[Any, str]] = {
@@ -327,8 +327,8 @@ def test_a_data_file_with_a_fault_is_named_with_its_line(
 ) -> None:
     record, message = DATA[kind]
     path = write_jsonl(workshop.folder / "faulty.jsonl", [*sums(2), record, *sums(2)])
-    found = refusal("train", workshop.config_file(reward={"verify": "gsm8k"}), f"{where}={path}")
-    assert found.startswith(f"{path}, ") and re.search(message, found), found
+    result = refusal("train", workshop.config_file(reward={"verify": "gsm8k"}), f"{where}={path}")
+    assert result.startswith(f"{path}, ") and re.search(message, result), result
 
 
 def test_supervised_training_needs_a_response_in_every_line(workshop: Workshop, refusal: Refusal) -> None:
@@ -336,12 +336,12 @@ def test_supervised_training_needs_a_response_in_every_line(workshop: Workshop, 
     del examples[1]["response"]
     path = write_jsonl(workshop.folder / "faulty.jsonl", examples)
     config, sft = workshop.config_file(), ("flow=sft", f"data.train={path}")
-    found = refusal("train", config, *sft)
-    assert "sft trains on the response" in found and "samples_per_prompt=1" in found
-    found = refusal("train", config, *sft, "rollout.samples_per_prompt=1", "trainer.rows_per_update=3")
-    assert "trainer.rows_per_update=3" in found
-    found = refusal("train", config, *sft, "rollout.samples_per_prompt=1")
-    assert found.startswith(f"{path}, line 2: no field 'response'"), found
+    message = refusal("train", config, *sft)
+    assert "sft trains on the response" in message and "samples_per_prompt=1" in message
+    message = refusal("train", config, *sft, "rollout.samples_per_prompt=1", "trainer.rows_per_update=3")
+    assert "trainer.rows_per_update=3" in message
+    message = refusal("train", config, *sft, "rollout.samples_per_prompt=1")
+    assert message.startswith(f"{path}, line 2: no field 'response'"), message
 
 
 def test_a_file_that_is_not_json_is_named_with_its_line(workshop: Workshop, refusal: Refusal) -> None:
@@ -369,8 +369,8 @@ def test_what_is_not_there_is_named_by_every_command(workshop: Workshop, refusal
         (("report", none), str(none)),
         (("export", none, tmp_path / "model"), f"{none} has no checkpoint yet"),
     ):
-        found = refusal(*arguments)
-        assert message in found, (arguments, found)
+        result = refusal(*arguments)
+        assert message in result, (arguments, result)
 
 
 def test_what_cannot_change_in_a_resumed_run_is_refused(workshop: Workshop, refusal: Refusal) -> None:
@@ -395,8 +395,8 @@ def test_a_file_that_cannot_be_written_is_named(
     monkeypatch.chdir(workshop.folder)
     workshop.config_file()
     Path("verl.yaml").write_text("actor_rollout_ref.model.path: m\n")
-    found = refusal(*arguments, "none/file.json")
-    assert found.startswith("none/") and found.endswith("; give another path"), found
+    message = refusal(*arguments, "none/file.json")
+    assert message.startswith("none/") and message.endswith("; give another path"), message
 
 
 def test_export_overwrites_nothing(workshop: Workshop, command: Braid, refusal: Refusal) -> None:
@@ -422,9 +422,9 @@ def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explan
 ) -> None:
     data = write_jsonl(workshop.folder / "few.jsonl", sums(10))
     reward = {"verify": f"{workshop.folder}/verifiers.py:{verifier}"}
-    found = refusal("train", workshop.config_file(flow="dapo", reward=reward), f"data.train={data}")
-    assert f"({reason}: 10; every score was {score})" in found, found
-    assert "teaches nothing" in found and "check reward.verify" in found
+    message = refusal("train", workshop.config_file(flow="dapo", reward=reward), f"data.train={data}")
+    assert f"({reason}: 10; every score was {score})" in message, message
+    assert "teaches nothing" in message and "check reward.verify" in message
 
 
 def test_a_raising_verifier_is_counted_and_reported_once(workshop: Workshop, command: Braid) -> None:
@@ -458,9 +458,9 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_previous_one_resumable(
     settings.write_text(settings.read_text().replace("  steps: 1\n", "  steps: 3\n", 1))
     # Room for metrics and rollouts, but too little for the optimizer's state.
     with files_of_at_most(max(len(content) for content in before.values()) - 1):
-        found = refusal("train", "--resume", run)
-    assert found.startswith("the checkpoint of step 2 "), found
-    assert f"`braid train --resume {run}`" in found
+        message = refusal("train", "--resume", run)
+    assert message.startswith("the checkpoint of step 2 "), message
+    assert f"`braid train --resume {run}`" in message
     checkpoint = latest_checkpoint(run)
     assert checkpoint is not None and checkpoint.name == "step-1"
     assert {path: path.read_bytes() for path in files} == before
@@ -475,19 +475,19 @@ def test_a_full_disk_while_rollouts_are_recorded_is_one_line_too(workshop: Works
     config = workshop.config_file()
     run, limit = workshop.folder / "run", r"\(ulimit -f\)"
     with files_of_at_most(config.stat().st_size + 5000):
-        found = refusal("train", config)
-    assert re.match(rf"{run}: File too large; .*{limit}.*`braid train --resume {run}`", found)
+        message = refusal("train", config)
+    assert re.match(rf"{run}: File too large; .*{limit}.*`braid train --resume {run}`", message)
     with files_of_at_most(1000):
-        found = refusal("train", config)
+        message = refusal("train", config)
     place = f"{tempfile.gettempdir()}: .*{workshop.data} "
-    assert re.match(rf"{place}.*: File too large; .*{limit}.* set TMPDIR", found)
+    assert re.match(rf"{place}.*: File too large; .*{limit}.* set TMPDIR", message)
 
 
 def test_an_export_to_a_full_disk_is_one_line(workshop: Workshop, refusal: Refusal) -> None:
     run = workshop.run(trainer={"steps": 1})
     with files_of_at_most(1000):
-        found = refusal("export", run, workshop.folder / "exported")
-    assert found.startswith("File too large: ") and len(found) < 600 and not (workshop.folder / "exported").exists()
+        message = refusal("export", run, workshop.folder / "exported")
+    assert message.startswith("File too large: ") and len(message) < 600 and not (workshop.folder / "exported").exists()
 
 
 def test_the_module_is_the_command(workshop: Workshop) -> None:

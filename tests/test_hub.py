@@ -74,9 +74,9 @@ def braid(hub: str, cache: Path, *commands: list[str] | dict[str, str], **enviro
             patched.setenv(name, value)
         process = start_braid(*map(json.dumps, commands), prefix=COMMANDS)
     with process:
-        _, said = process.communicate(timeout=280)
-    parts = said.split("ended ")
-    assert len(parts) == sum(isinstance(command, list) for command in commands) + 1, said
+        _, output = process.communicate(timeout=280)
+    parts = output.split("ended ")
+    assert len(parts) == sum(isinstance(command, list) for command in commands) + 1, output
     codes = [part.partition("\n") for part in parts[1:]]
     return [(int(codes[i][0]), (parts[i] if i == 0 else codes[i - 1][2])) for i in range(len(codes))]
 

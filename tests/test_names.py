@@ -20,8 +20,8 @@ def test_what_an_algorithm_is_written_with_can_be_imported_from_the_top() -> Non
 
 def test_the_package_itself_loads_nothing() -> None:
     asked = "import braidrl, sys; print(sorted({'torch', 'transformers', 'ray', 'pydantic'} & sys.modules.keys()))"
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    output = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "[]"
 
 
 def test_no_two_classes_of_the_package_have_the_same_name() -> None:

@@ -230,9 +230,9 @@ def free_port() -> int:
     """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, max(first, 20_000))))
-            return int(found.getsockname()[1])
+        with socket.socket() as result, suppress(OSError):
+            result.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, max(first, 20_000))))
+            return int(result.getsockname()[1])
 
 
 def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str], limit_s: float = 400) -> None:

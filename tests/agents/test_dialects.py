@@ -57,12 +57,12 @@ def test_the_official_client_accepts_a_transcript_of_thirty_requests(client: str
             script = Path(__file__).parent / "official_clients.py"
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(python, script, client, urls, stdout=pipe, stderr=pipe)
-            said, failed = await process.communicate()
-            return process.returncode or 0, said, failed, rows
+            output, failed = await process.communicate()
+            return process.returncode or 0, output, failed, rows
 
-    status, said, failed, rows = asyncio.run(run())
+    status, output, failed, rows = asyncio.run(run())
     assert status == 0, failed.decode()[-3000:]
-    assert json.loads(said)["count"] >= 30
+    assert json.loads(output)["count"] >= 30
     assert sum(row.turns for row in rows) >= 15
 
 

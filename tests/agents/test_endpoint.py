@@ -270,13 +270,13 @@ def test_a_clients_stop_text_is_cut_from_the_reply_but_trained() -> None:
     async def run() -> tuple[str, str, list[int], list[int]]:
         engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400)))
         async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=40), 400) as endpoint:
-            found = []
+            result = []
             for stop in (None, [" "], " "):
                 _, body = await post(endpoint.open(Trajectory(uid)), user, stop=stop)
                 session = await endpoint.close(uid)
-                found.append((body["choices"][0]["message"]["content"], session.tokens))
-            assert found[1] == found[2], "a text counts as a list with one entry"
-            return found[0][0], found[1][0], found[0][1], found[1][1]
+                result.append((body["choices"][0]["message"]["content"], session.tokens))
+            assert result[1] == result[2], "a text counts as a list with one entry"
+            return result[0][0], result[1][0], result[0][1], result[1][1]
 
     whole, ended, tokens, cut = asyncio.run(run())
     assert " " in whole and ended == whole.partition(" ")[0]
@@ -312,8 +312,8 @@ async def streamed(url: str, **body: Any) -> list[Any]:
         client.post(f"{url}/chat/completions", json={"model": "m", "stream": True, **body}) as response,
     ):
         assert (response.status, response.content_type) == (200, "text/event-stream")
-        found = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
-    return [data if data == "[DONE]" else json.loads(data) for data in found]
+        result = [event.removeprefix("data: ") for event in (await response.text()).split("\n\n") if event]
+    return [data if data == "[DONE]" else json.loads(data) for data in result]
 
 
 class PausedAmidATurn(EngineReplica):
@@ -339,7 +339,7 @@ class PausedAmidATurn(EngineReplica):
 
 async def pieces(engine: PausedAmidATurn, url: str) -> list[str]:
     """Return the pieces of a streamed turn's text."""
-    found, engine.client_has_some = [], asyncio.Event()
+    result, engine.client_has_some = [], asyncio.Event()
     async with (
         aiohttp.ClientSession() as client,
         client.post(f"{url}/chat/completions", json={"stream": True, "messages": USER}) as response,
@@ -348,10 +348,10 @@ async def pieces(engine: PausedAmidATurn, url: str) -> list[str]:
             data = json.loads(line[6:]) if line.startswith(b"data: {") else {}
             (choice,) = data.get("choices") or [{}]
             text = choice.get("delta", {}).get("content")
-            found += [text] if text else []
-            if len(found) == 2:
+            result += [text] if text else []
+            if len(result) == 2:
                 engine.client_has_some.set()
-    return found
+    return result
 
 
 def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
@@ -385,9 +385,9 @@ def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
     async def run() -> None:
         async with Endpoint(engine, template, SamplingParams(max_tokens=40, ends=False), 400) as endpoint:
             url = endpoint.open(Trajectory((0, 0, 0)))
-            found = await asyncio.wait_for(pieces(engine, url), 60)
+            result = await asyncio.wait_for(pieces(engine, url), 60)
             session = await endpoint.close((0, 0, 0))
-            assert "".join(found) == template.text(session.tokens[-session.turn_lengths[-1] :])
+            assert "".join(result) == template.text(session.tokens[-session.turn_lengths[-1] :])
 
     asyncio.run(run())
 

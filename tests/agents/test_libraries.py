@@ -212,7 +212,7 @@ def test_an_environment_is_named_by_its_library_or_as_a_name(tmp_path: Path) -> 
     written = tmp_path / "config.yaml"
     for form in ("{agent: mine.py:solve, timeout_s: 5}", "{name: 'agent:mine.py:solve', timeout_s: 5}"):
         written.write_text(f"flow: grpo\nmodel: m\ndata: {{train: t}}\nrollout: {{environment: {form}}}\n")
-        found = load_config(written).rollout.environment
-        assert (found.name, found.timeout_s) == (f"agent:{tmp_path / 'mine.py'}:solve", 5.0)
+        loaded = load_config(written).rollout.environment
+        assert (loaded.name, loaded.timeout_s) == (f"agent:{tmp_path / 'mine.py'}:solve", 5.0)
     with pytest.raises(UserError, match="gem and mcp each name"):
         load_config(written, ["rollout.environment={gem: a, mcp: b}"])

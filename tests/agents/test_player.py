@@ -365,5 +365,5 @@ def test_a_score_that_is_none_has_the_same_reason_in_the_sandbox(tmp_path: Path)
     (tmp_path / "mine.py").write_text("async def act(base_url, example):\n    return float('nan')\n")
     answer = answerer(f"agent:{tmp_path}/mine.py:act", {})
     answer("load", None)
-    found = asyncio.run(answer("act", ["http://127.0.0.1", {}]))  # type: ignore[arg-type]
-    assert found["failure"] == "TypeError" and "nan" in found["detail"]
+    result = asyncio.run(answer("act", ["http://127.0.0.1", {}]))  # type: ignore[arg-type]
+    assert result["failure"] == "TypeError" and "nan" in result["detail"]

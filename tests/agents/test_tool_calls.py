@@ -82,25 +82,25 @@ def test_optional_texts_stay_texts_and_tools_without_parameters_are_called() -> 
     values = {"zip": "10115", "state": "7", "unit": "null"}
     said = "".join(f"<parameter={key}>{value}</parameter>" for key, value in values.items())
     text = f"<function=a>{said}</function><function=b><parameter=n>2</parameter></function>"
-    found = FORMATS["qwen_xml"].rewritten(text, tools)
-    assert found is not None
-    first, second = parse_tool_calls(found[1])
+    rewritten = FORMATS["qwen_xml"].rewritten(text, tools)
+    assert rewritten is not None
+    first, second = parse_tool_calls(rewritten[1])
     assert first.arguments == {"zip": "10115", "state": "7", "unit": None} and second.arguments == {"n": 2}
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in FORMS.items() for text in texts])
 def test_two_calls_are_read_in_each_form_with_what_stands_before_them(name: str, text: str) -> None:
-    found = FORMATS[name].rewritten(text, [WEATHER])
-    assert found is not None
-    assert found[0].strip() == ("I look." if text.startswith("I look.") else "")
-    assert parse_tool_calls(found[1]) == [PARIS, ROME]
+    rewritten = FORMATS[name].rewritten(text, [WEATHER])
+    assert rewritten is not None
+    assert rewritten[0].strip() == ("I look." if text.startswith("I look.") else "")
+    assert parse_tool_calls(rewritten[1]) == [PARIS, ROME]
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in FORMS.items() for text in texts])
 def test_a_truncated_call_is_ignored_or_reports_its_fault(name: str, text: str) -> None:
     for end in range(len(text)):
-        found = FORMATS[name].rewritten(text[:end], [WEATHER])
-        for call in parse_tool_calls(found[1]) if found else []:
+        rewritten = FORMATS[name].rewritten(text[:end], [WEATHER])
+        for call in parse_tool_calls(rewritten[1]) if rewritten else []:
             assert call.fault is not None or call in (PARIS, ROME)
     assert FORMATS[name].rewritten("It is 12 degrees [in Paris] {today}.", [WEATHER]) is None
 
@@ -166,8 +166,8 @@ def test_an_end_mark_inside_a_string_and_other_names_of_arguments_are_read(text:
     ],
 )
 def test_an_end_mark_inside_a_string_is_read_in_other_formats(name: str, mark: str, text: str) -> None:
-    found = FORMATS[name].rewritten(text.replace("{}", json.dumps({"city": mark}, ensure_ascii=False)), [WEATHER])
-    assert found is not None and parse_tool_calls(found[1]) == [ToolCall("get_weather", {"city": mark})]
+    rewritten = FORMATS[name].rewritten(text.replace("{}", json.dumps({"city": mark}, ensure_ascii=False)), [WEATHER])
+    assert rewritten is not None and parse_tool_calls(rewritten[1]) == [ToolCall("get_weather", {"city": mark})]
 
 
 @pytest.mark.parametrize("depth", [65, 960, 100_000])
@@ -179,8 +179,8 @@ def test_a_deeply_nested_call_fails_alone(name: str, text: str, depth: int) -> N
         text.replace("Paris", deep),
         text.replace("'Paris'", deep),
     ):
-        found = FORMATS[name].rewritten(nested, [WEATHER])
-        calls = parse_tool_calls(found[1]) if found else []
+        rewritten = FORMATS[name].rewritten(nested, [WEATHER])
+        calls = parse_tool_calls(rewritten[1]) if rewritten else []
         assert all(call.fault is not None or isinstance(call.arguments, dict) for call in calls)
     hermes = parse_tool_calls(f'<tool_call>{{"name": "a", "arguments": {{"x": {deep}}}}}</tool_call>')
     assert hermes[0].fault is not None

@@ -63,8 +63,8 @@ def test_calls_that_cannot_be_made_say_why() -> None:
         '<tool_call>{"name": "wa': "the call is not JSON: Unterminated string",
     }
     for text, fault in faults.items():
-        (found,) = parse_tool_calls(text)
-        assert found.fault is not None and found.fault.startswith(fault)
+        (parsed,) = parse_tool_calls(text)
+        assert parsed.fault is not None and parsed.fault.startswith(fault)
 
 
 def test_calls_of_one_turn_run_concurrently_and_are_answered_in_order() -> None:

@@ -42,8 +42,8 @@ def test_group_normalized_matches_a_loop_over_each_group(batch: tuple[list[float
     for row, value in enumerate(values):
         own = [values[m] for m in members(groups, row)]
         deviation = statistics.stdev(own) if len(own) > 1 else 0.0
-        wanted = (value - statistics.fmean(own)) / (deviation + 1e-6) if len(set(own)) > 1 else 0.0
-        assert result[row].item() == pytest.approx(wanted, abs=1e-9)
+        expected = (value - statistics.fmean(own)) / (deviation + 1e-6) if len(set(own)) > 1 else 0.0
+        assert result[row].item() == pytest.approx(expected, abs=1e-9)
 
 
 @given(grouped())
@@ -55,8 +55,8 @@ def test_group_centered_and_leave_one_out_match_loops(batch: tuple[list[float], 
         own = members(groups, row)
         others = [values[m] for m in own if m != row]
         assert centered[row].item() == pytest.approx(value - statistics.fmean(values[m] for m in own), abs=1e-12)
-        wanted = value - statistics.fmean(others) if others else 0.0
-        assert left_out[row].item() == pytest.approx(wanted, abs=1e-12)
+        expected = value - statistics.fmean(others) if others else 0.0
+        assert left_out[row].item() == pytest.approx(expected, abs=1e-12)
 
 
 @given(grouped(), st.data())

@@ -34,17 +34,19 @@ def end_rewards(values: list[list[float]], reward: list[float]) -> list[list[flo
 def test_gae_is_the_sum_of_discounted_residuals(rows, data, gamma: float, lam: float) -> None:
     reward = data.draw(st.lists(st.floats(-2, 2), min_size=len(rows), max_size=len(rows)))
     advantages, returns = gae(ragged(rows), floats(reward), gamma=gamma, lam=lam)
-    wanted = flat([gae_loop(v, r, gamma, lam) for v, r in zip(rows, end_rewards(rows, reward), strict=True)])
-    assert advantages.values.tolist() == pytest.approx(wanted, abs=1e-9)
-    assert returns.values.tolist() == pytest.approx([a + v for a, v in zip(wanted, flat(rows), strict=True)], abs=1e-9)
+    expected = flat([gae_loop(v, r, gamma, lam) for v, r in zip(rows, end_rewards(rows, reward), strict=True)])
+    assert advantages.values.tolist() == pytest.approx(expected, abs=1e-9)
+    assert returns.values.tolist() == pytest.approx(
+        [a + v for a, v in zip(expected, flat(rows), strict=True)], abs=1e-9
+    )
 
 
 @given(ragged_rows(), st.data(), unit, unit)
 def test_token_rewards_replace_the_rows_reward(rows, data, gamma: float, lam: float) -> None:
     rewards = [data.draw(st.lists(st.floats(-2, 2), min_size=len(row), max_size=len(row))) for row in rows]
     result, _ = gae(ragged(rows), torch.full((len(rows),), 99.0), ragged(rewards), gamma=gamma, lam=lam)
-    wanted = flat([gae_loop(v, r, gamma, lam) for v, r in zip(rows, rewards, strict=True)])
-    assert result.values.tolist() == pytest.approx(wanted, abs=1e-9)
+    expected = flat([gae_loop(v, r, gamma, lam) for v, r in zip(rows, rewards, strict=True)])
+    assert result.values.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_reward_is_given_once_at_the_rows_last_action_token() -> None:
@@ -103,8 +105,8 @@ def test_sums_to_go_matches_its_definition(rows, decay: float) -> None:
     result = sums_to_go(ragged(rows), floats([decay * (i % 2) for i in range(len(rows))]))
     for i, row in enumerate(rows):
         d = decay * (i % 2)
-        wanted = [sum(d**step * x for step, x in enumerate(row[t:])) for t in range(len(row))]
-        assert result[i].tolist() == pytest.approx(wanted, abs=1e-9)
+        expected = [sum(d**step * x for step, x in enumerate(row[t:])) for t in range(len(row))]
+        assert result[i].tolist() == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

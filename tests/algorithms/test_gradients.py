@@ -77,8 +77,8 @@ def test_gradient_of_a_loss_matches_finite_differences(name: str, seed: int) -> 
 
     at = columns[trained].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss_of(at).sum(), at)
-    wanted = central_differences(FROZEN[name](columns) if name in FROZEN else loss_of, columns[trained])
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-7)
+    expected = central_differences(FROZEN[name](columns) if name in FROZEN else loss_of, columns[trained])
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
     assert gradient.abs().max() > 0
 
 
@@ -98,5 +98,5 @@ def test_gradient_of_a_kl_estimator_matches_finite_differences_and_plus_matches_
     of = divergences["k2" if name.endswith("+") else name].function
     at = columns["log_probs"].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(divergences[name].function(at, columns["ref_log_probs"]).sum(), at)
-    wanted = central_differences(lambda x: of(x, columns["ref_log_probs"]), columns["log_probs"])
-    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-7)
+    expected = central_differences(lambda x: of(x, columns["ref_log_probs"]), columns["log_probs"])
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)

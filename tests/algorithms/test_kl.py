@@ -62,12 +62,14 @@ def test_an_unknown_estimator_is_refused_with_the_most_similar_name() -> None:
 
 
 def test_the_adaptive_coefficient_rises_with_high_kl_by_at_most_2_percent() -> None:
-    for kl, wanted in ((6.0, 0.1), (60.0, 0.102), (0.0, 0.098), (6.6, 0.101)):
-        found = next_kl_coefficient({"coef": 0.1}, {"kl": 2 * kl, "rows": 2}, target=6.0)
-        assert found == pytest.approx({"coef": wanted})
+    for kl, expected in ((6.0, 0.1), (60.0, 0.102), (0.0, 0.098), (6.6, 0.101)):
+        result = next_kl_coefficient({"coef": 0.1}, {"kl": 2 * kl, "rows": 2}, target=6.0)
+        assert result == pytest.approx({"coef": expected})
 
 
 def test_safe_rlhfs_multiplier_rises_above_the_limit_and_never_falls_below_0() -> None:
-    for before, cost, wanted in ((1.0, 0.7, 1.02), (0.01, -0.5, 0.0)):
-        found = next_multiplier({"multiplier": before}, {"cost": 2 * cost, "rows": 2}, threshold=0.5, learning_rate=0.1)
-        assert found == pytest.approx({"multiplier": wanted})
+    for before, cost, expected in ((1.0, 0.7, 1.02), (0.01, -0.5, 0.0)):
+        result = next_multiplier(
+            {"multiplier": before}, {"cost": 2 * cost, "rows": 2}, threshold=0.5, learning_rate=0.1
+        )
+        assert result == pytest.approx({"multiplier": expected})

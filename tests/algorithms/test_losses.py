@@ -226,11 +226,11 @@ def test_an_extreme_ratio_gives_finite_losses(name: str) -> None:
 def test_on_policy_losses_have_the_gradient_of_reinforce() -> None:
     columns = loss_columns(2)
     columns["log_probs"].requires_grad_()
-    wanted = -columns["advantages"]
+    expected = -columns["advantages"]
     for name in ("clip", "cispo", "gspo", "decoupled", "dppo_tv", "sapo"):
         same = columns | dict.fromkeys(("old_log_probs", "rollout_log_probs"), columns["log_probs"].detach())
         (gradient,) = torch.autograd.grad(call(name, same)[0].sum(), columns["log_probs"])
-        torch.testing.assert_close(gradient, wanted)
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_reinforce_with_every_advantage_1_is_sft_in_value_and_gradient() -> None:

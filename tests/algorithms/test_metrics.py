@@ -25,16 +25,16 @@ def test_explained_variance_follows_from_metrics_of_the_value_loss(pairs: list[t
         return
     _, of_tokens = losses["value"].function(values, values, returns)
     means = {name: of_tokens[name].mean() for name in ("error", "error_squared", "returns", "returns_squared")}
-    wanted = 1 - statistics.pvariance((returns - values).tolist()) / spread
-    assert policy_metrics.explained_variance(**means).item() == pytest.approx(wanted, abs=1e-6)
+    expected = 1 - statistics.pvariance((returns - values).tolist()) / spread
+    assert policy_metrics.explained_variance(**means).item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant() -> None:
     returns = floats([1.0, 2.0, 4.0])
-    for values, wanted in ((returns, 1.0), (torch.full_like(returns, 7.0), 0.0)):
+    for values, expected in ((returns, 1.0), (torch.full_like(returns, 7.0), 0.0)):
         _, m = losses["value"].function(values, values, returns)
         means = {name: m[name].mean() for name in ("error", "error_squared", "returns", "returns_squared")}
-        assert policy_metrics.explained_variance(**means).item() == pytest.approx(wanted)
+        assert policy_metrics.explained_variance(**means).item() == pytest.approx(expected)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1))
@@ -79,8 +79,8 @@ def test_avg_at_k_is_the_mean_over_prompts(batch: tuple[list[float], list[int]])
 def test_pass_at_k_is_the_share_of_k_subsets_with_a_success(groups: list[list[float]], k: int) -> None:
     correct = [c for group in groups for c in group]
     numbers = [n for n, group in enumerate(groups) for _ in group]
-    wanted = statistics.fmean(statistics.fmean(max(s) for s in itertools.combinations(group, k)) for group in groups)
-    assert policy_metrics.pass_at_k(floats(correct), torch.tensor(numbers), k).item() == pytest.approx(wanted)
+    expected = statistics.fmean(statistics.fmean(max(s) for s in itertools.combinations(group, k)) for group in groups)
+    assert policy_metrics.pass_at_k(floats(correct), torch.tensor(numbers), k).item() == pytest.approx(expected)
 
 
 def test_pass_at_k_needs_k_samples() -> None:

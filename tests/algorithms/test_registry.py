@@ -115,5 +115,5 @@ def test_the_docstrings_batch_function_subtracts_the_batch_mean() -> None:
     entry, parts = own["batch_centered"], (torch.tensor([1.0, 2.0]), torch.tensor([6.0]))
     assert entry.sums is not None
     sums = [entry.sums(part) for part in parts]
-    totals = {name: sum(found[name] for found in sums) for name in sums[0]}
+    totals = {name: sum(result[name] for result in sums) for name in sums[0]}
     assert [entry.function(part, totals=totals).tolist() for part in parts] == [[-2.0, -1.0], [3.0]]

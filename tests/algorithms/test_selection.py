@@ -16,8 +16,8 @@ def test_groups_are_kept_when_some_but_not_all_samples_are_right(batch: tuple[li
     dropped = informative_groups(floats(correct), torch.tensor(groups))
     for number in set(groups):
         own = [c for c, g in zip(correct, groups, strict=True) if g == number]
-        wanted = {0: "all wrong", len(own): "all correct"}.get(int(sum(own)))
-        assert dropped.get(number) == wanted
+        expected = {0: "all wrong", len(own): "all correct"}.get(int(sum(own)))
+        assert dropped.get(number) == expected
 
 
 @given(grouped())

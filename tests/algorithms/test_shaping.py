@@ -70,8 +70,8 @@ def test_kl_penalty_is_taken_at_every_token_and_the_reward_given_once(
     result = shaping.kl_penalty(floats(reward), policy, reference, coef=coef, estimator=estimator)
     for i, row in enumerate(rows):
         kl = shaping.estimate(estimator, policy[i], reference[i]).tolist()
-        wanted = [-coef * k + (reward[i] if t == len(row) - 1 else 0.0) for t, k in enumerate(kl)]
-        assert result[i].tolist() == pytest.approx(wanted)
+        expected = [-coef * k + (reward[i] if t == len(row) - 1 else 0.0) for t, k in enumerate(kl)]
+        assert result[i].tolist() == pytest.approx(expected)
 
 
 def test_kl_penalty_prefers_the_trainers_log_probs() -> None:
@@ -102,8 +102,8 @@ def test_row_kl_penalty_is_the_sum_of_the_penalty_per_token(rows: list[list[floa
     for row, (advantage, kl) in enumerate(
         zip(reward.tolist(), (policy.values - reference.values).split(policy.lengths.tolist()), strict=True)
     ):
-        wanted = [advantage - coef * float(kl[t:].sum()) for t in range(len(kl))]
-        assert behind[row].tolist() == pytest.approx(wanted, abs=1e-9)
+        expected = [advantage - coef * float(kl[t:].sum()) for t in range(len(kl))]
+        assert behind[row].tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_the_adaptive_penalty_uses_and_adapts_its_coefficient() -> None:

@@ -95,11 +95,11 @@ def test_distillation_advantage_is_the_log_ratio_of_teacher_to_student() -> None
 def test_safe_rlhf_weighs_reward_against_cost(rows: list[list[float]], multiplier: float) -> None:
     reward, cost = ragged(rows), ragged([[-0.5 * x + 1 for x in row] for row in rows])
     result = adv.safe_rlhf(reward, cost, torch.zeros(len(rows)), state={"multiplier": multiplier})
-    wanted = [
+    expected = [
         (a - multiplier * c) / (1 + multiplier)
         for a, c in zip(reward.values.tolist(), cost.values.tolist(), strict=True)
     ]
-    assert result.values.tolist() == pytest.approx(wanted)
+    assert result.values.tolist() == pytest.approx(expected)
 
 
 covariances = st.floats(-100, 100, allow_nan=False)
@@ -111,10 +111,10 @@ def test_covariance_is_centred_on_the_means_of_the_whole_batch(rows: list[list[f
     of_token = [a for row, a in zip(rows, advantage, strict=True) for _ in row]
     flat = [x for row in rows for x in row]
     mean, mean_advantage = statistics.fmean(flat), statistics.fmean(of_token)
-    wanted = [(x - mean) * (a - mean_advantage) for x, a in zip(flat, of_token, strict=True)]
+    expected = [(x - mean) * (a - mean_advantage) for x, a in zip(flat, of_token, strict=True)]
     pieces = [(ragged(rows[part]), None, floats(advantage[part])) for part in (slice(0, cut), slice(cut, None))]
     results = in_two_parts(shapes["covariance"], pieces)
-    assert Ragged.cat(results).values.tolist() == pytest.approx(wanted, abs=1e-9)
+    assert Ragged.cat(results).values.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 @given(ragged_rows(covariances, min_len=1), st.floats(0.01, 1), st.integers(0, 5))
@@ -124,15 +124,15 @@ def test_highest_covariance_takes_the_batchs_top_tokens_within_one_bin(
     pieces = [(ragged(part),) for part in (rows[:cut], rows[cut:])]
     chosen = Ragged.cat(in_two_parts(shapes["highest_covariance"], pieces, fraction=fraction)).values.tolist()
     flat = [x for row in rows for x in row]
-    wanted = min(-(-len(flat) * fraction // 1), sum(x > 1e-6 for x in flat))
-    assert sum(chosen) >= wanted
+    expected = min(-(-len(flat) * fraction // 1), sum(x > 1e-6 for x in flat))
+    assert sum(chosen) >= expected
     taken = [x for x, c in zip(flat, chosen, strict=True) if c]
     left = [x for x, c in zip(flat, chosen, strict=True) if not c]
     if taken and left:
         assert min(taken) > max(left)
     if taken:
         clearly_above = [x for x in taken if x > min(taken) * 1.003]
-        assert len(clearly_above) < max(wanted, 1)
+        assert len(clearly_above) < max(expected, 1)
 
 
 def test_covariance_bounds_exclude_tokens() -> None:

@@ -39,8 +39,8 @@ def run(name: str, rewards: Rewards, groups: Sequence[int], added: Sequence[floa
         "group": torch.tensor(groups),
     }
     entry = advantages[name]
-    found: Ragged = entry.function(*(columns[column] for column in entry.reads), **settings)
-    return found.tolist()
+    result: Ragged = entry.function(*(columns[column] for column in entry.reads), **settings)
+    return result.tolist()
 
 
 def to_go(rewards: Sequence[float], gamma: float) -> list[float]:
@@ -67,12 +67,12 @@ def completed(rewards: Rewards, added: Sequence[float]) -> Rewards:
 def test_turn_returns_are_the_plain_loops(case: tuple[Rewards, list[int], list[list[int]], list[float]], gamma: float):  # type: ignore[no-untyped-def]
     rewards, groups, _, added = case
     sums = [to_go(turns, gamma) for turns in completed(rewards, added)]
-    wanted = []
+    expected = []
     for row, turns in enumerate(sums):
         peers = [other for other, number in zip(sums, groups, strict=True) if number == groups[row]]
         means = [statistics.fmean(other[k] for other in peers if len(other) > k) for k in range(len(turns))]
-        wanted.append([value - mean for value, mean in zip(turns, means, strict=True)])
-    assert_close_rows(run("turn_returns", rewards, groups, added, gamma=gamma), wanted)
+        expected.append([value - mean for value, mean in zip(turns, means, strict=True)])
+    assert_close_rows(run("turn_returns", rewards, groups, added, gamma=gamma), expected)
 
 
 @given(episodes(), st.booleans())
@@ -83,22 +83,22 @@ def test_mt_grpo_is_the_plain_loop_with_absent_turns_as_zero(  # type: ignore[no
     longest = max(map(len, rewards))
     own = [[*turns[:-1], *[0.0] * (longest - len(turns) + 1)] for turns in rewards]
     outcome = [turns[-1] + more for turns, more in zip(rewards, added, strict=True)]
-    wanted = []
+    expected = []
     for row, turns in enumerate(rewards):
         peers = [j for j in range(len(rewards)) if groups[j] == groups[row]]
         of_row = normal(round(outcome[row], 9), [round(outcome[j], 9) for j in peers], scale)
         of_turn = [normal(own[row][k], [own[j][k] for j in peers], scale) for k in range(longest)]
-        wanted.append([of_row + 0.5 * sum(of_turn[k:]) for k in range(len(turns))])
-    found = run("mt_grpo", rewards, groups, added, weight=0.5, scale=scale)
-    for one, other in zip(found, wanted, strict=True):
+        expected.append([of_row + 0.5 * sum(of_turn[k:]) for k in range(len(turns))])
+    result = run("mt_grpo", rewards, groups, added, weight=0.5, scale=scale)
+    for one, other in zip(result, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
 
 
 def test_mt_grpo_of_two_turns_is_the_papers_formula() -> None:
     rewards, groups = [[0.2, 1.0], [0.0, 1.0], [0.4, 0.0], [0.2, 1.0]], [0, 0, 0, 0]
     turn, outcome = [r[0] for r in rewards], [r[1] for r in rewards]
-    wanted = [[normal(o, outcome) + normal(t, turn), normal(o, outcome)] for t, o in zip(turn, outcome, strict=True)]
-    assert_close_rows(run("mt_grpo", rewards, groups, [0.0] * 4), wanted)
+    expected = [[normal(o, outcome) + normal(t, turn), normal(o, outcome)] for t, o in zip(turn, outcome, strict=True)]
+    assert_close_rows(run("mt_grpo", rewards, groups, [0.0] * 4), expected)
 
 
 @given(episodes(), st.sampled_from([1.0, 0.7]))
@@ -110,7 +110,7 @@ def test_gigpo_is_the_plain_loop_over_groups_and_anchors(  # type: ignore[no-unt
     # Sums in another order may differ in the last bit, which decides whether equal numbers count as equal.
     exact = [[round(8 * value) / 8 for value in turns] for turns in rewards]
     sums = [to_go(turns, gamma) for turns in exact]
-    wanted = []
+    expected = []
     for row, turns in enumerate(exact):
         peers = [j for j in range(len(exact)) if groups[j] == groups[row]]
         of_row = normal(sum(turns), [sum(exact[j]) for j in peers])
@@ -119,9 +119,9 @@ def test_gigpo_is_the_plain_loop_over_groups_and_anchors(  # type: ignore[no-unt
             anchor = [sums[j][n] for j in peers for n in range(len(exact[j])) if states[j][n] == states[row][k]]
             spread = max(anchor) - min(anchor)
             line.append(of_row + 0.8 * (normal(value, anchor) if spread > 1e-9 else 0.0))
-        wanted.append(line)
-    found = run("gigpo", exact, groups, added, states=states, weight=0.8, gamma=gamma)
-    for one, other, turns in zip(found, wanted, exact, strict=True):
+        expected.append(line)
+    result = run("gigpo", exact, groups, added, states=states, weight=0.8, gamma=gamma)
+    for one, other, turns in zip(result, expected, exact, strict=True):
         assert len(one) == len(turns)
         if gamma == 1.0:
             assert one == pytest.approx(other, abs=2e-4)
@@ -142,12 +142,12 @@ def test_gae_over_turns_is_the_plain_recursion(  # type: ignore[no-untyped-def]
     for i, turns in enumerate(completed(rewards, added)):
         starts = [sum(lengths[i][:k]) for k in range(len(turns))]
         v = [*(values[i][start] for start in starts), 0.0]
-        later, wanted = 0.0, list[float]()
+        later, expected = 0.0, list[float]()
         for k in reversed(range(len(turns))):
             later = turns[k] + gamma * v[k + 1] - v[k] + gamma * lam * later
-            wanted.insert(0, later)
-        assert of_turn[i].tolist() == pytest.approx(wanted, abs=1e-6)
-        spread = [wanted[k] + v[k] for k in range(len(turns)) for _ in range(lengths[i][k])]
+            expected.insert(0, later)
+        assert of_turn[i].tolist() == pytest.approx(expected, abs=1e-6)
+        spread = [expected[k] + v[k] for k in range(len(turns)) for _ in range(lengths[i][k])]
         assert returns[i].tolist() == pytest.approx(spread, abs=1e-6)
 
 
@@ -185,14 +185,14 @@ def test_rows_whose_environment_failed_count_in_no_mean_and_have_no_advantage() 
     for name in ("turn_returns", "mt_grpo", "gigpo"):
         entry = advantages[name]
         given = [columns[column] for column in entry.reads]
-        found = entry.function(*given, torch.tensor([1.0, 1, 0])).tolist()
+        result = entry.function(*given, torch.tensor([1.0, 1, 0])).tolist()
         alone = [c.take(torch.arange(2)) if isinstance(c, Ragged) else c[:2] for c in given]
-        assert found[2] == [0, 0] and found[:2] == entry.function(*alone).tolist(), name
+        assert result[2] == [0, 0] and result[:2] == entry.function(*alone).tolist(), name
 
 
 def test_observations_are_what_follows_an_action_of_the_same_sequence() -> None:
     actions = [[0, 0, 1, 1, 0, 0, 1], [0, 0, 0, 1, 0, 0, 1, 0]]
     lengths = [[7], [5, 3]]
     mask = Ragged.from_rows(actions, torch.bool)
-    found = mask.with_values(observation_mask(mask, Ragged.from_rows(lengths, torch.int64)))
-    assert [[int(one) for one in row] for row in found.tolist()] == [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 0, 1]]
+    result = mask.with_values(observation_mask(mask, Ragged.from_rows(lengths, torch.int64)))
+    assert [[int(one) for one in row] for row in result.tolist()] == [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 0, 1]]

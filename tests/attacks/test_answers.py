@@ -76,17 +76,17 @@ def test_a_program_that_a_verifier_starts_does_not_answer_for_it(mode: str) -> N
 @pytest.mark.parametrize("mode", ["process", "bubblewrap"])
 def test_a_forged_answer_is_its_own_rows_failure(mode: str) -> None:
     plain = "'{\"score\": 0.25}'"
-    reached, *found = made([FORGED.format(text=text) for text in (plain, *ANSWERS.values())], mode)
+    reached, *outcome = made([FORGED.format(text=text) for text in (plain, *ANSWERS.values())], mode)
     assert reached.score == 0.25, "what the code writes itself is read"
-    for name, one in zip(ANSWERS, found, strict=True):
+    for name, one in zip(ANSWERS, outcome, strict=True):
         assert one.failure == "result", (name, one)
 
 
 @needs_walls
 @pytest.mark.parametrize("mode", ["none", "process", "bubblewrap"])
 def test_a_returned_value_that_is_not_plain_is_its_own_rows_failure(mode: str) -> None:
-    *found, good = made([*RETURNED.values(), "answer = Score(0.5, metrics={'a/b-c.d': 2.0})"], mode, "answers")
-    for name, one in zip(RETURNED, found, strict=True):
+    *outcome, good = made([*RETURNED.values(), "answer = Score(0.5, metrics={'a/b-c.d': 2.0})"], mode, "answers")
+    for name, one in zip(RETURNED, outcome, strict=True):
         assert one.failure in ("result", "exception", "died"), (name, one)
     assert (good.score, dict(good.metrics)) == (0.5, {"a/b-c.d": 2.0})
 
@@ -101,11 +101,11 @@ ESCAPES = {
 
 @needs_walls
 def test_escape_sequences_reach_neither_messages_nor_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    found = made([*ESCAPES.values()])
-    said = capfd.readouterr()
-    for text in (*(one.detail for one in found), said.out, said.err):
+    outcomes = made([*ESCAPES.values()])
+    output = capfd.readouterr()
+    for text in (*(one.detail for one in outcomes), output.out, output.err):
         assert printable(text, keep="\n\t") == text, repr(text)
-    assert "\\x1b[2J" in found[0].detail and "\\x1b]0;title" in said.err
+    assert "\\x1b[2J" in outcomes[0].detail and "\\x1b]0;title" in output.err
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_plain_data_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("reward", ["1e999", "-1" + "0" * 400, "NaN", '"1"', "[[1]]"])
 def test_an_environments_answer_is_held_to_the_same(reward: str) -> None:
-    found = checked_answer(f'{{"said": "a", "reward": {reward}, "done": true, "restart": false}}'.encode())
-    if "failure" not in found:
+    answer = checked_answer(f'{{"said": "a", "reward": {reward}, "done": true, "restart": false}}'.encode())
+    if "failure" not in answer:
         with pytest.raises(EnvironmentFailed):
-            observation_of(found)
+            observation_of(answer)
 
 
 ASYNC = {
@@ -176,8 +176,8 @@ def test_async_verifiers_have_the_same_walls(function: str, mode: str, monkeypat
 
     monkeypatch.setenv("AWS_SECRET", "hush")
     rows = [row for attack in ASYNC.values() for row in (attack, "won = False", "won = True")]
-    found = made(rows, mode, function, at={"run": os.getpid(), "code": TRIES})
+    outcomes = made(rows, mode, function, at={"run": os.getpid(), "code": TRIES})
     for place, name in enumerate(ASYNC):
-        attack, wrong, right = found[3 * place : 3 * place + 3]
+        attack, wrong, right = outcomes[3 * place : 3 * place + 3]
         assert lost(attack) or name.startswith("changes"), (name, attack)
         assert (wrong.correct, right.correct) == (False, True), (name, wrong, right)

@@ -252,10 +252,10 @@ def test_idle_connections_block_no_row_and_are_logged_in_one_line(
             )
             assert holder.stdin is not None and holder.stdout is not None
             assert await asyncio.wait_for(holder.stdout.readline(), 20) == b"held\n"
-            found = [await answered(endpoint.open(Trajectory((0, 0, number)))) for number in range(4)]
+            outcomes = [await answered(endpoint.open(Trajectory((0, 0, number)))) for number in range(4)]
             holder.stdin.close()
             await holder.wait()
-            return found
+            return outcomes
 
     async def answered(url: str) -> int:
         # This process also needs a descriptor for its own end, until the endpoint has closed idle connections.

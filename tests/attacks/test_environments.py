@@ -160,9 +160,9 @@ def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Trajectory
         host = process.pid
         while True:
             family = [host, *(child.pid for child in psutil.Process(host).children(recursive=True))]
-            found = [pid for pid in family if depth_of(pid, host) == depth]
-            if len(family) == 4 and found:
-                os.kill(found[0], signal.SIGKILL)
+            outcome = [pid for pid in family if depth_of(pid, host) == depth]
+            if len(family) == 4 and outcome:
+                os.kill(outcome[0], signal.SIGKILL)
                 return
             await asyncio.sleep(0.01)
 
@@ -172,8 +172,8 @@ def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Trajectory
         episodes = EnvironmentPlayer(
             Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits=LIMITS
         )  # type: ignore[arg-type]
-        found, _ = await asyncio.gather(episodes.play(make_rows(tokenizer, ["sleeps"])), kill())
-        return found
+        outcome, _ = await asyncio.gather(episodes.play(make_rows(tokenizer, ["sleeps"])), kill())
+        return outcome
 
     return asyncio.run(run())
 
@@ -240,8 +240,8 @@ def test_processes_of_environments_and_programs_load_no_heavy_modules() -> None:
         "braidrl.config, braidrl.cluster.child, braidrl.cluster.ray_processes"
     )
     asked = f"import sys; import {names}; print('torch' in sys.modules or 'transformers' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_an_environment_that_cannot_be_imported_there_is_said_in_a_line(tmp_path: Path) -> None:
@@ -327,6 +327,6 @@ def test_a_run_succeeds_with_an_environment_and_fails_if_all_trajectories_fail(w
         rollout={"environment": {"name": "plain.py:Plain", "sandbox": mode}}, trainer={"steps": 1}, trackers=[]
     )
     with braid("train", config, folder=workshop.folder) as process:
-        said = "".join(text or "" for text in process.communicate(timeout=200))
-    assert process.returncode == code, said
-    assert code == 0 or "trajectories failed" in " ".join(said.split()), said
+        output = "".join(text or "" for text in process.communicate(timeout=200))
+    assert process.returncode == code, output
+    assert code == 0 or "trajectories failed" in " ".join(output.split()), output

@@ -78,9 +78,9 @@ def trusted(request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.mark.parametrize("mode", WALLS)
 def test_what_a_run_trusts_cannot_be_written(trusted: Path, mode: str) -> None:
     rows = [f"import os\n{text}\nwon = True" for text in WRITES.values()]
-    found = made(rows, mode, at={"file": str(trusted)})
+    outcomes = made(rows, mode, at={"file": str(trusted)})
     own_home = mode == "bubblewrap" and trusted.parent == Path.home()  # what is written there ends with the call
-    for name, one in zip(WRITES, found, strict=True):
+    for name, one in zip(WRITES, outcomes, strict=True):
         assert own_home or refused(one), (name, one)
 
 
@@ -110,10 +110,10 @@ def test_sockets_of_the_system_are_not_there(folder: str, mode: str) -> None:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(f"{place}/socket")
             server.listen()
-            found = made([*CONNECTS.values()], mode, at={"place": f"{place}/socket"})
+            outcomes = made([*CONNECTS.values()], mode, at={"place": f"{place}/socket"})
     finally:
         shutil.rmtree(place)
-    for name, one in zip(CONNECTS, found, strict=True):
+    for name, one in zip(CONNECTS, outcomes, strict=True):
         assert one.failure == "exception" and ("FileNotFoundError" in one.detail or name == "by a program"), (name, one)
 
 
@@ -131,8 +131,8 @@ def test_in_bubblewrap_there_is_nothing_but_what_python_needs() -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"\0braid-attack-{os.getpid()}")
         server.listen()
-        found = made([*LOOKS.values()], "bubblewrap", at={"name": f"braid-attack-{os.getpid()}"})
-    for name, one in zip(LOOKS, found, strict=True):
+        outcomes = made([*LOOKS.values()], "bubblewrap", at={"name": f"braid-attack-{os.getpid()}"})
+    for name, one in zip(LOOKS, outcomes, strict=True):
         assert lost(one), (name, one)
 
 
@@ -199,5 +199,5 @@ def test_a_damaged_kernel_is_compiled_again(damage: str, tmp_path: Path, monkeyp
 
 
 def test_a_lost_try_is_not_taken_for_a_won_one() -> None:
-    (found,) = made(["won = True"])
-    assert not lost(found)
+    (outcome,) = made(["won = True"])
+    assert not lost(outcome)

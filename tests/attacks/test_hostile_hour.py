@@ -49,9 +49,9 @@ def drawn_tries() -> list[str]:
         "import ctypes\nctypes.string_at(0)",
         "import threading, time\nfor _ in range(5000):\n    threading.Thread(target=time.sleep, args=(60,)).start()",
     ]
-    found = [one for one in kinds if not any(slow in one for slow in SLOW)]
-    random.Random(0).shuffle(found)
-    return found
+    outcomes = [one for one in kinds if not any(slow in one for slow in SLOW)]
+    random.Random(0).shuffle(outcomes)
+    return outcomes
 
 
 @dataclass(frozen=True)

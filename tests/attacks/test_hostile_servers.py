@@ -255,11 +255,11 @@ def test_a_run_counts_what_a_library_does_to_it_and_ends_with_a_reason_if_all_ro
         )
         (tmp_path / "run.yaml").write_text(json.dumps(tree))
         with Command(["train", str(tmp_path / "run.yaml")], tmp_path, variables) as process:
-            said = " ".join("".join(text or "" for text in process.communicate(timeout=280)).split())
-    assert process.returncode == int(fails), said[-2000:]
-    assert "Traceback" not in said, said[-2000:]
+            output = " ".join("".join(text or "" for text in process.communicate(timeout=280)).split())
+    assert process.returncode == int(fails), output[-2000:]
+    assert "Traceback" not in output, output[-2000:]
     if fails:
-        assert f"every one of {prompts * samples} trajectories failed; most often: " in said, said[-2000:]
+        assert f"every one of {prompts * samples} trajectories failed; most often: " in output, output[-2000:]
         return
     lines = read_metrics(tmp_path / "run")
     counted = [{name: n for name, n in line.items() if name.startswith("environment/failures/")} for line in lines]

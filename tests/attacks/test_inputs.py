@@ -75,8 +75,8 @@ def test_hostile_yaml_is_refused_with_its_file(tmp_path: Path, kind: str) -> Non
     path = tmp_path / "run.yaml"
     raw = content if isinstance(content, bytes) else content.encode()
     path.write_bytes(BASE.encode() + raw)
-    found = refusal(lambda: load_config(path))
-    assert found.startswith(str(path)) and reason in found
+    message = refusal(lambda: load_config(path))
+    assert message.startswith(str(path)) and reason in message
     flow = tmp_path / "flow.yaml"
     flow.write_bytes(b"flow: own\nstages: []\n" + raw)
     assert str(flow) in refusal(lambda: from_yaml(flow))
@@ -146,9 +146,9 @@ def damaged(workshop: Workshop) -> Callable[[str, bytes], str]:
         folder = workshop.folder / "damaged"
         shutil.copytree(workshop.model, folder, dirs_exist_ok=True)
         (folder / name).write_bytes(content)
-        found = refusal(lambda: prepare(parse_config({**workshop.tree(), "model": str(folder)})))
-        assert str(folder) in found or ".jsonl" in found
-        return found
+        message = refusal(lambda: prepare(parse_config({**workshop.tree(), "model": str(folder)})))
+        assert str(folder) in message or ".jsonl" in message
+        return message
 
     return prepared
 
@@ -298,8 +298,8 @@ def test_a_hostile_line_of_data_is_refused_with_its_place(tmp_path: Path, suffix
     content, reason = LINES[kind]
     path = tmp_path / f"data{suffix}"
     path.write_bytes(record('"2"').encode() + (content if isinstance(content, bytes) else content.encode()))
-    found = refusal(lambda: list(Reading(SourceConfig(path=path))))
-    assert found.startswith(f"{path}, {'line' if suffix == '.jsonl' else 'row'} 2 is ") and reason in found
+    message = refusal(lambda: list(Reading(SourceConfig(path=path))))
+    assert message.startswith(f"{path}, {'line' if suffix == '.jsonl' else 'row'} 2 is ") and reason in message
 
 
 def test_a_json_file_that_is_a_deep_list_is_refused(tmp_path: Path) -> None:

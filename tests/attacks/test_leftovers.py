@@ -80,7 +80,7 @@ TRIES = {
 def test_nothing_that_a_row_leaves_reaches_the_next_row(mode: str) -> None:
     pairs = [row for leave, look, _ in TRIES.values() for row in (leave, look)]
     with nothing_left():
-        found = made(pairs, mode)
-    for name, (_, _, possible), first, second in zip(TRIES, TRIES.values(), found[::2], found[1::2], strict=True):
+        outcomes = made(pairs, mode)
+    for name, (_, _, possible), first, second in zip(TRIES, TRIES.values(), outcomes[::2], outcomes[1::2], strict=True):
         assert first.correct is True or mode not in possible, (name, first)
         assert second.correct is False, (name, second)

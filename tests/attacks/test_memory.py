@@ -86,11 +86,11 @@ TRIES = {
 @pytest.mark.parametrize("mode", ["process", pytest.param("bubblewrap", marks=pytest.mark.soak)])
 def test_no_memory_is_taken_beyond_the_limit(mode: str) -> None:
     with nothing_left():
-        found = dict(zip(TRIES, made([*TRIES.values()], mode, memory_gib=0.5, timeout_s=30), strict=True))
-    for name, one in found.items():
+        outcomes = dict(zip(TRIES, made([*TRIES.values()], mode, memory_gib=0.5, timeout_s=30), strict=True))
+    for name, one in outcomes.items():
         assert refused(one) or (one.failure == "died" and "more than" in one.detail), (name, one)
     for name in ("shared mappings of many processes", "files and memory together", "memory of many processes"):
-        assert "took more than 0.5 GiB" in found[name].detail, (name, found[name])
+        assert "took more than 0.5 GiB" in outcomes[name].detail, (name, outcomes[name])
 
 
 def test_memory_within_the_limit_is_given() -> None:

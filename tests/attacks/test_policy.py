@@ -88,8 +88,8 @@ def test_each_cell_of_the_security_pages_table_is_what_a_probe_finds(
         PROBES["leftovers"],
         *(PROBES[name] for name in asked),
     ]  # the second probe of this kind looks for what the first has left
-    found = made(rows, mode, at=around, memory_gib=0.5, max_processes=16)[1:]
-    for name, one in zip(asked, found, strict=True):
+    outcomes = made(rows, mode, at=around, memory_gib=0.5, max_processes=16)[1:]
+    for name, one in zip(asked, outcomes, strict=True):
         assert (one.correct is True) == (name in ALLOWED[mode]), (name, mode, one)
 
 

@@ -182,8 +182,8 @@ def test_no_forged_result_scores() -> None:
     verifier = resolve("code")
     with nothing_left(), RewardPool(RewardConfig(sandbox="bubblewrap", timeout_s=30, processes=2)) as pool:
         rows = [Completion("p", f"```python\n{program}\n```", test) for program, test in FORGED.values()]
-        found = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
-    for name, one in zip(FORGED, found, strict=True):
+        outcomes = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
+    for name, one in zip(FORGED, outcomes, strict=True):
         assert one.failure is not None or one.score == 0.0, (name, one)
 
 
@@ -201,8 +201,8 @@ def test_tests_of_every_usual_form_are_passed_by_what_holds() -> None:
         "assert list(pairs()) == [(1, 'a'), (2, 'b')]\nassert big() == (10**50, {(1, 2): {3}}, b'x', None)\n"
         "def check(candidate):\n    for n in range(3):\n        assert candidate(n * n) == n\ncheck(root)\n"
     )
-    (found,) = scores([program], tests)
-    assert found.score == 1.0, found
+    (outcome,) = scores([program], tests)
+    assert outcome.score == 1.0, outcome
 
 
 def test_without_walls_programs_run_only_where_the_user_insists() -> None:

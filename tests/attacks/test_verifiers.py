@@ -89,19 +89,19 @@ def outcomes(words: list[str], settings: RewardConfig, name: str = BY_NAME, **me
 def test_an_attack_fails_its_own_row_and_no_other_answer(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET", "hush")
     failure, detail = IN_ANY[attack]
-    first, found, second, wrong = outcomes(
+    first, outcome, second, wrong = outcomes(
         ["ok", attack, "ok", "no"], RewardConfig(timeout_s=3 if attack == "spins" else 20)
     )
-    assert found.failure == failure and detail in found.detail, found
+    assert outcome.failure == failure and detail in outcome.detail, outcome
     assert (first.correct, second.correct, wrong.correct) == (True, True, False)
 
 
 @pytest.mark.soak
 def test_many_processes_may_not_take_more_memory_than_one() -> None:
-    first, found, second = outcomes(
+    first, outcome, second = outcomes(
         ["ok", "takes_it_in_many_processes", "ok"], RewardConfig(timeout_s=30, memory_gib=0.75)
     )
-    assert found.failure == "died" and "took more than 0.75 GiB" in found.detail, found
+    assert outcome.failure == "died" and "took more than 0.75 GiB" in outcome.detail, outcome
     assert first.correct and second.correct
 
 
@@ -109,8 +109,8 @@ def test_no_process_and_no_thread_begins_beyond_the_limit() -> None:
     if not starts_can_be_held_back():
         pytest.skip("this kernel asks no host before a process begins")
     words = ["starts_fifteen", "starts_sixteen", "starts_a_hundred_threads", "starts_three_hundred_threads"]
-    found = outcomes(words, RewardConfig(timeout_s=30, max_processes=16))
-    assert [one.detail for one in found] == [
+    result = outcomes(words, RewardConfig(timeout_s=30, max_processes=16))
+    assert [one.detail for one in result] == [
         "",
         "it started more than 16 processes",
         "",
@@ -130,10 +130,10 @@ def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
         time.sleep(1.0)  # the processes of single calls end behind their answers
         workers = {child.pid for child in set(psutil.Process().children(recursive=True)) - before}
         rows = [submitted(word, sorted(workers)) for word in ("ok", "kills_the_run", "ok", "kills_the_run", "ok")]
-        found = [row.result(60) for row in rows]
+        result = [row.result(60) for row in rows]
         assert workers and workers <= {child.pid for child in psutil.Process().children(recursive=True)}
-    assert [each.failure for each in found] == [None, "exception", None, "exception", None]
-    assert all(each.correct for each in found[::2]) and "no process was there" in found[1].detail
+    assert [each.failure for each in result] == [None, "exception", None, "exception", None]
+    assert all(each.correct for each in result[::2]) and "no process was there" in result[1].detail
 
 
 @pytest.mark.parametrize("attack", STRICT)
@@ -144,11 +144,11 @@ def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: 
         with socket.create_server(("127.0.0.1", 0)) as server:
             more = {"port": server.getsockname()[1], "file": str(secret)}
             open_to = outcomes([attack], RewardConfig(timeout_s=5), **more)[0]
-            first, found = outcomes(["ok", attack], RewardConfig(timeout_s=5, sandbox="bubblewrap"), **more)
+            first, outcome = outcomes(["ok", attack], RewardConfig(timeout_s=5, sandbox="bubblewrap"), **more)
     finally:
         secret.unlink()
     assert open_to.correct, "in the ordinary sandbox both are there"
-    assert first.correct and found.failure == STRICT[attack][0] and STRICT[attack][1] in found.detail, found
+    assert first.correct and outcome.failure == STRICT[attack][0] and STRICT[attack][1] in outcome.detail, outcome
 
 
 def test_bubblewrap_that_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +174,8 @@ def test_bubblewrap_that_can_start_nothing_is_said_in_a_line(monkeypatch: pytest
 
 def test_variables_that_are_named_pass_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET", "hush")
-    (found,) = outcomes(["reads_the_environment"], RewardConfig(environment=["AWS_SECRET"]))
-    assert found.correct
+    (outcome,) = outcomes(["reads_the_environment"], RewardConfig(environment=["AWS_SECRET"]))
+    assert outcome.correct
 
 
 @pytest.mark.parametrize("depth", [2, 3], ids=["host", "copy"])
@@ -193,8 +193,8 @@ def test_a_row_whose_process_is_killed_gets_a_second_try(depth: int, tmp_path: P
             own = [child for child in psutil.Process().children() if child not in before]
             line = [*own, *(own[0].children(recursive=True) if own else ())]
         line[depth].send_signal(signal.SIGKILL)
-        found = future.result(60)
-    assert found.failure is None and found.correct
+        result = future.result(60)
+    assert result.failure is None and result.correct
 
 
 @pytest.mark.soak
@@ -203,7 +203,7 @@ def test_an_attack_slows_checks_of_other_rows_by_at_most_a_fifth(attack: str) ->
     def seconds(words: list[str]) -> float:
         started = time.monotonic()
         assert all(
-            found.correct for found in outcomes(words, RewardConfig(processes=2, timeout_s=3)) if not found.failure
+            result.correct for result in outcomes(words, RewardConfig(processes=2, timeout_s=3)) if not result.failure
         )
         return time.monotonic() - started
 

@@ -46,7 +46,7 @@ def test_checked_paths_are_models_and_data_on_disk(tmp_path: Path) -> None:
             "data.eval.b=b.jsonl",
         ],
     )
-    found = paths_of(config)
-    assert found.keys() == {"model", "data.train", "data.eval.b"} and found["data.eval.b"] == str(
+    result = paths_of(config)
+    assert result.keys() == {"model", "data.train", "data.eval.b"} and result["data.eval.b"] == str(
         Path("b.jsonl").resolve()
     )

@@ -35,9 +35,9 @@ def braid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             cli.main()
-        said = capsys.readouterr()
-        assert not end.value.code, said.err
-        return said.out, said.err
+        output = capsys.readouterr()
+        assert not end.value.code, output.err
+        return output.out, output.err
 
     return run
 
@@ -54,9 +54,11 @@ def test_the_old_name_of_checkpoint_check_answers_with_the_new_one(
 def test_train_prints_the_run_folder_first_and_writes_everything_there(workshop: Workshop, braid: Any) -> None:
     held_out = f"data.eval.test={workshop.data}"
     small = ["evaluation.every=2", "evaluation.max_prompts=2", "evaluation.samples=2"]
-    _, said = braid("train", workshop.config_file(), "trainer.steps=3", "trainer.checkpoint_every=1", held_out, *small)
+    _, output = braid(
+        "train", workshop.config_file(), "trainer.steps=3", "trainer.checkpoint_every=1", held_out, *small
+    )
     run = workshop.folder / "run"
-    assert said.splitlines()[0] == str(run) and said.splitlines()[-1] == f"report: {run / 'report.html'}"
+    assert output.splitlines()[0] == str(run) and output.splitlines()[-1] == f"report: {run / 'report.html'}"
     assert {path.name for path in run.iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
@@ -231,8 +233,8 @@ def test_a_resumed_run_applies_and_keeps_overrides(workshop: Workshop, braid: An
     assert (kept.trainer.steps, kept.threads) == (2, 1)
     braid("train", "--resume", run, "trainer.steps=3")
     assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
-    _, said = braid("train", "--resume", run)
-    assert "write trainer.steps=13" in said
+    _, output = braid("train", "--resume", run)
+    assert "write trainer.steps=13" in output
 
 
 def test_overrides_of_a_resumed_run_must_be_configuration_keys() -> None:
@@ -255,8 +257,8 @@ def test_data_shows_counts_lengths_and_examples_as_the_model_sees_them(workshop:
     records = [json.loads(line) for line in workshop.data.read_text().splitlines()]
     small = [record for record in records if int(record["answer"]) <= 9]
     assert 3 < len(small) < len(records)
-    said, _ = braid("data", workshop.config_file(), source, "data.held_out=3")
-    train, held_out = said.split("data.eval.held_out")
+    output, _ = braid("data", workshop.config_file(), source, "data.held_out=3")
+    train, held_out = output.split("data.eval.held_out")
     assert f"{len(small) - 3} examples, 0 dropped" in train and "3 examples, 0 dropped" in held_out
     assert f"{len(records) - len(small)} records left out because it is large" in train
     assert "least" in train and "█" in train and train.count("── example") == 5
@@ -275,5 +277,5 @@ def test_a_wrong_key_is_named_before_torch_is_loaded(tmp_path: Path) -> None:
         f"    error = CliRunner().invoke(app, [command, {str(file)!r}]).exception\n"
         "    print(command, 'trainer.stepz' in str(error), 'torch' in sys.modules)\n"
     )
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == [f"{command} True False" for command in ("train", "eval", "data", "plan")]
+    output = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == [f"{command} True False" for command in ("train", "eval", "data", "plan")]

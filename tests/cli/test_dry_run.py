@@ -58,8 +58,8 @@ PPO: dict[str, Any] = {
     ],
 )
 def test_every_runtime_puts_its_roles_on_devices(workshop: Workshop, sections: Any, expected: Any) -> None:
-    found = dry_run(workshop.config(**PPO, **sections), Console(file=StringIO()))
-    assert sorted(uses(found), key=str) == sorted(expected, key=str)
+    result = dry_run(workshop.config(**PPO, **sections), Console(file=StringIO()))
+    assert sorted(uses(result), key=str) == sorted(expected, key=str)
 
 
 def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(workshop: Workshop) -> None:
@@ -94,10 +94,10 @@ def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop
         return {one.use.role: one.resident for one in footprints}
 
     shown = StringIO()
-    plain, found = resident(), resident(inference_layout={"tensor": 2})
+    plain, result = resident(), resident(inference_layout={"tensor": 2})
     for role in ("actor", "critic"):
-        assert found[role] == {**plain[role], "weights to infer with": plain[role]["weights"] // 2}
-    assert found["reference"] == plain["reference"]
+        assert result[role] == {**plain[role], "weights to infer with": plain[role]["weights"] // 2}
+    assert result["reference"] == plain["reference"]
     generating = plain["actor"]["weights"] + sum(plain["actor"][part] for part in FREED)
     resident(inference_layout={"tensor": 2}, resident_gib=generating * 1.001 / 2**30)
     assert "actor inference" in shown.getvalue() and "critic inference" in shown.getvalue()
@@ -106,8 +106,8 @@ def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop
 def test_ranks_that_decode_together_have_slices_of_the_weights_and_of_keys_and_values(workshop: Workshop) -> None:
     def actor(**rollout: Any) -> dict[str, int]:
         config = workshop.config(rollout=rollout, runtime="distributed", workers=2)
-        ((_, (found, *_)),) = dry_run(config, Console(file=StringIO()))
-        return found.resident
+        ((_, (result, *_)),) = dry_run(config, Console(file=StringIO()))
+        return result.resident
 
     whole, half = actor(), actor(tensor=2)
     assert half["weights of the engine"] == whole["weights"] // 2
@@ -123,8 +123,8 @@ def test_policies_on_a_shared_base_count_it_and_its_engine_once(workshop: Worksh
     }
 
     def generating(shared: bool) -> tuple[dict[str, dict[str, int]], int]:
-        found = dry_run(workshop.config(**sections, rollout={"shared_base": shared}), Console(file=StringIO()))
-        footprints = next(each for group, each in found if any(use.generates for use in group.uses))
+        result = dry_run(workshop.config(**sections, rollout={"shared_base": shared}), Console(file=StringIO()))
+        footprints = next(each for group, each in result if any(use.generates for use in group.uses))
         return {one.use.role: one.resident for one in footprints}, peak(footprints)
 
     (shared, least), (own, most) = generating(True), generating(False)

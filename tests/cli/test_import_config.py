@@ -463,8 +463,8 @@ def test_rows_of_several_data_sources_get_their_own_verifiers_and_shares(tmp_pat
     write_jsonl(tmp_path / "mixed.jsonl", rows)
     text = "algorithm.adv_estimator: grpo\ndata.train_files: mixed.jsonl\nactor_rollout_ref.model.path: m\n"
     config, _ = imported(tmp_path, "verl.yaml", text)
-    found = [(one.where["data_source"], one.verify[0].name, one.weight) for one in config.data.train if one.verify]
-    assert found == [
+    result = [(one.where["data_source"], one.verify[0].name, one.weight) for one in config.data.train if one.verify]
+    assert result == [
         (["openai/gsm8k"], "gsm8k", 3.0),
         (["math_dapo", "aime2024"], "math", 2.0),
         (["codecontests"], "code", 1.0),

@@ -150,10 +150,10 @@ def test_every_row_names_a_key_that_braid_has(rows: dict[str, dict[str, Any]]) -
 
 
 def peer(name: str) -> Path:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
         pytest.skip(f"{name} is not installed")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def verl_keys() -> Iterator[tuple[str, Any]]:
@@ -176,14 +176,14 @@ def test_every_field_of_the_installed_trl_has_a_row_and_every_row_a_field() -> N
     folder = peer("trl") / "trainer"
     fields = set[str]()
     for file, name in (("grpo_config.py", "GRPOConfig"), ("base_config.py", "_BaseConfig")):
-        (found,) = [
+        (result,) = [
             node
             for node in ast.parse((folder / file).read_text()).body
             if isinstance(node, ast.ClassDef) and node.name == name
         ]
         fields |= {
             node.target.id
-            for node in found.body
+            for node in result.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
     inherited = importlib.import_module("transformers").TrainingArguments.__dataclass_fields__

@@ -43,9 +43,9 @@ PPO: dict[str, Any] = {
 QUIET = Console(file=StringIO(), width=160)
 
 
-def written(workshop: Workshop, name: str, found: Any, problem: Any) -> Path:
+def written(workshop: Workshop, name: str, best: Any, problem: Any) -> Path:
     overlay = workshop.folder / f"{name}-overlay.yaml"
-    overlay.write_text(yaml.safe_dump(overlay_of(found, problem)))
+    overlay.write_text(yaml.safe_dump(overlay_of(best, problem)))
     return overlay
 
 
@@ -54,15 +54,15 @@ def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Worksho
     problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
     plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
     assert {one.runtime for one in plans} >= {"hybrid", "streaming"}
-    for number, found in enumerate(plans):
-        overlay = written(workshop, str(number), found, problem)
+    for number, best in enumerate(plans):
+        overlay = written(workshop, str(number), best, problem)
         settings = load_config(workshop.folder / "run.yaml", [str(overlay)])
         groups = dry_run(settings, QUIET)
-        assert sum(group.devices for group, _ in groups) == sum(one.devices for one in found.sets)
-        planned = sorted(one.memory for one in found.sets)
+        assert sum(group.devices for group, _ in groups) == sum(one.devices for one in best.sets)
+        planned = sorted(one.memory for one in best.sets)
         counted = sorted(peak(footprints) for _, footprints in groups)
         assert planned == pytest.approx(counted, rel=0.1)
-        assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(found.seconds, rel=0.1)
+        assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(best.seconds, rel=0.1)
 
 
 QWEN = {
@@ -114,7 +114,7 @@ def test_planned_memory_of_examples_is_that_of_the_dry_run(
     tmp_path: Path, sums_file: Path, example: str, size: str, devices: str, engine: str
 ) -> None:
     """As they are configured, and as the best plans of each runtime configure them."""
-    path, wanted = ROOT / "examples" / f"{example}.yaml", Wanted(devices)
+    path, request = ROOT / "examples" / f"{example}.yaml", Wanted(devices)
     changes = [
         f"model={qwen(tmp_path, size)}",
         f"data.train={sums_file}",
@@ -124,19 +124,19 @@ def test_planned_memory_of_examples_is_that_of_the_dry_run(
         f"rollout.engine={engine}",
     ]
     config = load_config(path, changes)
-    problem = problem_of(config, wanted)
+    problem = problem_of(config, request)
     plans = [(config, predicted(problem))]
-    for number, found in enumerate(best_plans(problem, wanted)[:3]):
+    for number, best in enumerate(best_plans(problem, request)[:3]):
         overlay = tmp_path / f"{number}.yaml"
-        overlay.write_text(yaml.safe_dump(overlay_of(found, problem)))
-        plans.append((load_config(path, [str(overlay), *changes]), found))
-    for settings, found in plans:
-        planned = sorted((one.devices, one.memory) for one in found.sets)
+        overlay.write_text(yaml.safe_dump(overlay_of(best, problem)))
+        plans.append((load_config(path, [str(overlay), *changes]), best))
+    for settings, best in plans:
+        planned = sorted((one.devices, one.memory) for one in best.sets)
         groups = [(group.devices, footprints) for group, footprints in dry_run(settings, QUIET) if footprints]
         counted = sorted((n, peak(own, moving(deploy(settings, problem.flow), own)[0])) for n, own in groups)
         assert [n for n, _ in planned] == [n for n, _ in counted]
         assert [size for _, size in planned] == pytest.approx([size for _, size in counted], rel=0.1)
-        assert predicted(problem_of(settings, wanted)).seconds == pytest.approx(found.seconds, rel=0.1)
+        assert predicted(problem_of(settings, request)).seconds == pytest.approx(best.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_plans_of_mixed_clusters_come_in_time_and_pass_their_dry_run(
     plans = best_plans(problem, Wanted(devices, time_limit=limit_s, max_staleness=1))
     taken = time.monotonic() - start
     assert plans and taken < 4 * limit_s, f"the search took {taken:.1f} s in place of {limit_s:g} s"
-    for number, found in enumerate(plans[:3]):
+    for number, best in enumerate(plans[:3]):
         overlay = tmp_path / f"{number}.yaml"
-        overlay.write_text(yaml.safe_dump(overlay_of(found, problem)))
+        overlay.write_text(yaml.safe_dump(overlay_of(best, problem)))
         dry_run(load_config(path, [*changes, str(overlay)]), QUIET)
 
 
@@ -176,9 +176,9 @@ def test_plans_differ_where_engines_differ(workshop: Workshop) -> None:
     rates.write_text("cpu: {decode: {step_s: 0.01}, vllm: {decode: {step_s: 0.0001}}}")
     seconds = {}
     for engine in ("embedded", "vllm"):
-        wanted = Wanted("1x1xcpu", rates=rates)
-        problem = problem_of(workshop.config(rollout={"engine": engine}), wanted)
-        (first, *_) = best_plans(problem, wanted)
+        request = Wanted("1x1xcpu", rates=rates)
+        problem = problem_of(workshop.config(rollout={"engine": engine}), request)
+        (first, *_) = best_plans(problem, request)
         seconds[engine] = first.costs["actor.generate"].seconds
         held = first.sets[0].roles["actor"].resident
         assert ("weights of the engine" in held) == (engine == "vllm")
@@ -186,17 +186,17 @@ def test_plans_differ_where_engines_differ(workshop: Workshop) -> None:
 
 
 def test_the_report_fits_eighty_columns_and_says_what_was_varied(workshop: Workshop) -> None:
-    shown, wanted = StringIO(), Wanted("1x4xcpu", max_staleness=1)
-    plan(workshop.config(**PPO), wanted, None, None, Console(file=shown, width=80))
+    shown, request = StringIO(), Wanted("1x4xcpu", max_staleness=1)
+    plan(workshop.config(**PPO), request, None, None, Console(file=shown, width=80))
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in shown.getvalue()
     assert all(any(line.startswith(word) for line in lines) for word in ("varied:", "kept:", "decided:"))
 
 
 def test_plans_with_different_stages_are_compared(workshop: Workshop) -> None:
-    wanted = Wanted("1x2xcpu", max_staleness=1)
+    request = Wanted("1x2xcpu", max_staleness=1)
     config = workshop.config(algorithm={"kl_coef": 0}, trainer={"rows_per_update": None})
-    plans = best_plans(problem_of(config, wanted), wanted)
+    plans = best_plans(problem_of(config, request), request)
     few, many = min(plans, key=lambda one: len(one.costs)), max(plans, key=lambda one: len(one.costs))
     # Staleness adds a stage: recomputed log-probs.
     assert many.costs.keys() - few.costs.keys() == {"actor.log_probs"}
@@ -205,8 +205,8 @@ def test_plans_with_different_stages_are_compared(workshop: Workshop) -> None:
 
 def test_a_standalone_role_has_the_memory_of_its_plan(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), Wanted("1x2xcpu", max_staleness=1))
-    for found in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
-        (whole,), roles = plans_table(problem, [found]).columns[4].cells, list(roles_table(found).columns[2].cells)
+    for best in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
+        (whole,), roles = plans_table(problem, [best]).columns[4].cells, list(roles_table(best).columns[2].cells)
         assert roles == [whole] if len(roles) == 1 else whole in roles
 
 
@@ -224,10 +224,10 @@ def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
     "runtime", ["streaming", *(pytest.param(runtime, marks=pytest.mark.soak) for runtime in ("distributed", "hybrid"))]
 )
 def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runtime: str) -> None:
-    wanted = Wanted("1x3xcpu" if runtime == "streaming" else "1x2xcpu")
-    problem = problem_of(workshop.config(**({} if runtime == "streaming" else PPO)), wanted)
-    found = next(one for one in best_plans(problem, wanted) if one.runtime == runtime)
-    overlay = written(workshop, runtime, found, problem)
+    request = Wanted("1x3xcpu" if runtime == "streaming" else "1x2xcpu")
+    problem = problem_of(workshop.config(**({} if runtime == "streaming" else PPO)), request)
+    best = next(one for one in best_plans(problem, request) if one.runtime == runtime)
+    overlay = written(workshop, runtime, best, problem)
     process = braid("train", workshop.folder / "run.yaml", overlay, "trainer.steps=1")
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
@@ -245,15 +245,15 @@ def test_a_process_uses_the_memory_in_its_plan(tmp_path: Path) -> None:
 
 def test_the_predicted_timeline_has_every_timed_stage(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(**PPO), Wanted("1x4xcpu"))
-    for found in best_plans(problem, Wanted("1x4xcpu")):
-        assert {span.stage for span in spans_of(found)} >= {"actor.generate", "actor.update", "critic.update"}
+    for best in best_plans(problem, Wanted("1x4xcpu")):
+        assert {span.stage for span in spans_of(best)} >= {"actor.generate", "actor.update", "critic.update"}
 
 
 def test_least_squares_recovers_nonnegative_costs_from_their_seconds() -> None:
     rows = [(1.0, 10.0, 3.0), (2.0, 10.0, 1.0), (4.0, 20.0, 7.0), (1.0, 40.0, 2.0), (3.0, 5.0, 9.0)]
     samples = [dict(zip("abc", row, strict=True)) for row in rows]
-    found = least_squares(samples, [2 * a + 0.5 * b for a, b, _ in rows])
-    assert found == pytest.approx({"a": 2, "b": 0.5, "c": 0}, abs=1e-9)
+    best = least_squares(samples, [2 * a + 0.5 * b for a, b, _ in rows])
+    assert best == pytest.approx({"a": 2, "b": 0.5, "c": 0}, abs=1e-9)
     assert min(least_squares(samples, [5.0, 1.0, 1.0, 4.0, 0.1]).values()) >= 0
     steps = [(10, 2.0), (30, 0.5), (50, 4.0), (20, 1.0), (90, 2.0)]
     samples = [{"a": 1.0, "b": float(rows), "c": taken} for rows, taken in steps]

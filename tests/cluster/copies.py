@@ -23,13 +23,13 @@ def seen(arguments: dict[str, Any]) -> dict[str, Any]:
         if os.path.exists(f"/proc/self/fd/{fd}")
     ]
     there = [name for name in ("told_apart", "json.tool") if name in sys.modules]
-    found: dict[str, Any] = {"modules": there, "holds": arguments["file"] in files, "collects": gc.isenabled()}
+    result: dict[str, Any] = {"modules": there, "holds": arguments["file"] in files, "collects": gc.isenabled()}
     if not arguments.get("last"):
         process = from_server(ProcessSpec("echo-1", f"{__name__}:seen", {**arguments, "last": True}))
         assert process.wait(60) and process.outcome
-        found["next"] = process.outcome.result
+        result["next"] = process.outcome.result
         process.close()
-    return found
+    return result
 
 
 def overheard(arguments: Any) -> int:

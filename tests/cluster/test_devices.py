@@ -43,10 +43,10 @@ def seen_by(launcher: Any, pools: list[Pool]) -> list[str]:
         ]
         for process in started:
             assert launcher.answered([process], 100.0), "the process printed nothing"
-        found = [process.outcome.result for process in started]
+        result = [process.outcome.result for process in started]
         for process in started:
             process.close()
-        return found
+        return result
     finally:
         launcher.close()
 
@@ -102,11 +102,11 @@ def test_no_two_processes_share_a_device_and_no_two_engines_do(made: list[Pool],
 
 def test_a_rank_of_torchrun_takes_its_share_of_its_nodes_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    found = []
+    result = []
     for rank in range(4):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        found.append((own_devices(4).every, own_devices(8, engines=1).engines))
-    assert found == [((0,), ((1,),)), ((1,), ((3,),)), ((2,), ((5,),)), ((3,), ((7,),))]
+        result.append((own_devices(4).every, own_devices(8, engines=1).engines))
+    assert result == [((0,), ((1,),)), ((1,), ((3,),)), ((2,), ((5,),)), ((3,), ((7,),))]
     with pytest.raises(UserError, match=r"4 CUDA devices \(rank: 4\).* 2"):
         own_devices(2)
 
@@ -195,11 +195,11 @@ def test_processes_on_ray_report_the_devices_that_they_were_given(
 ) -> None:
     """Ray chooses the devices."""
     ray_devices(devices)
-    found = seen_by(RayLauncher(ClusterConfig(start_limit_s=100), "cuda"), pools)
-    assert [len(own.split(",")) for own in found] == [len(own.split(",")) for own in seen]
-    given = [device for own in found if own for device in own.split(",")]
+    result = seen_by(RayLauncher(ClusterConfig(start_limit_s=100), "cuda"), pools)
+    assert [len(own.split(",")) for own in result] == [len(own.split(",")) for own in seen]
+    given = [device for own in result if own for device in own.split(",")]
     assert len(set(given)) == len(given) == devices
-    assert [own == "" for own in found] == [own == "" for own in seen]
+    assert [own == "" for own in result] == [own == "" for own in seen]
 
 
 def test_the_device_table_is_printed_in_lines() -> None:

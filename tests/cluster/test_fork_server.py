@@ -36,8 +36,8 @@ def run(before: str = "", engines: int = 0, does: str = "seen") -> list[Any]:
     command = [sys.executable, "-c", COMMAND.format(before=before, engines=engines, does=does), __file__]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    result: list[Any] = json.loads(done.stdout)
+    return result
 
 
 def test_copies_share_imports_but_not_open_files() -> None:

@@ -48,8 +48,8 @@ def test_any_partition_of_the_roles_can_be_written() -> None:
 def test_a_role_may_generate_in_another_pool_of_another_size() -> None:
     sized = [{"roles": ["actor.generate"], "workers": 4}, ["actor", "reference"], ["critic"]]
     config = parse_config({"flow": "ppo", "model": "m", "placement": sized}).placement
-    found = [(p.name, p.models, p.generating, p.workers) for p in place(config, ROLES, ("actor",), 2)]
-    assert found == [
+    result = [(p.name, p.models, p.generating, p.workers) for p in place(config, ROLES, ("actor",), 2)]
+    assert result == [
         ("actor.generate", (), ("actor",), 4),
         ("actor+reference", ("actor", "reference"), (), 2),
         ("critic", ("critic",), (), 2),

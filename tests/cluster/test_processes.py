@@ -41,11 +41,11 @@ def no_port_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_ranks_gather_reduce_exchange_and_share(size: int) -> None:
-    found = run_ranks("tests.cluster.ranks:words", {"a": [1, None]}, size, 200.0)
-    assert found["task"] == {"a": [1, None]}
+    of_ranks = run_ranks("tests.cluster.ranks:words", {"a": [1, None]}, size, 200.0)
+    assert of_ranks["task"] == {"a": [1, None]}
     numbers = [number for rank in range(size) for number in range(rank + 1)]
     rows = {"number": numbers, "whole": [n > 0 for n in numbers], "pair": [[n, n] for n in numbers]}
-    for rank, told in enumerate(found["of all"]):
+    for rank, told in enumerate(of_ranks["of all"]):
         assert told["gathered"] == ["x" * number for number in range(size)]
         assert told["exchanged"] == [f"{sender}>{rank}" for sender in range(rank + 1, size)]
         assert told["rows"] == rows and told["names"] == "".join(f"{number} " for number in range(size))

@@ -29,8 +29,8 @@ STARTED, ENDED = 400, 150
 
 
 def test_a_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else found(name))
+    spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else spec(name))
     with pytest.raises(UserError, match=r"runtime=hybrid .*Ray.*`pip install braidrl\[ray\]`"):
         import_ray()
 
@@ -111,7 +111,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def marked(name: str) -> list[int]:
     """Return the other processes whose environment has the mark."""
-    found = []
+    result = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
@@ -119,8 +119,8 @@ def marked(name: str) -> list[int]:
             except OSError:
                 continue
             if name.encode() in environment and state.rpartition(")")[2].split()[0] != "Z":
-                found.append(int(folder.name))
-    return found
+                result.append(int(folder.name))
+    return result
 
 
 def eventually(what: Callable[[], bool]) -> bool:

@@ -189,9 +189,9 @@ def test_code_is_looked_for_beside_the_configuration_then_here(
         assert f"beside the configuration in {beside} nor in {here}" in str(error.value)
     for folder in (here, beside):
         (folder / "code.py").write_text(ENVIRONMENT + "\n\ndef score(response): ...\n")
-        found = [word for word in words_of(load_config(file).model_dump(mode="json")) if "code.py" in word]
+        loaded = [word for word in words_of(load_config(file).model_dump(mode="json")) if "code.py" in word]
         expected = "code.py" if folder == here else str(beside / "code.py")
-        assert len(found) == 1 and expected in found[0] and (folder == beside) == (str(beside) in found[0]), found
+        assert len(loaded) == 1 and expected in loaded[0] and (folder == beside) == (str(beside) in loaded[0]), loaded
 
 
 def test_an_override_names_code_here_first_then_beside_the_configuration(

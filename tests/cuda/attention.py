@@ -73,6 +73,6 @@ def varlen_backward(
         of_keys, of_values = (
             (s.transpose(-1, -2) @ x).unflatten(0, (-1, group)).sum(1) for s, x in ((scores, q), (p, g))
         )
-        for target, found in zip(made, (scores @ keys, of_keys, of_values), strict=True):
-            target[own] = found.transpose(0, 1).to(target.dtype)
+        for target, result in zip(made, (scores @ keys, of_keys, of_values), strict=True):
+            target[own] = result.transpose(0, 1).to(target.dtype)
     return made[0], made[1], made[2]

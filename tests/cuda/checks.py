@@ -229,8 +229,8 @@ def waiting(step: Any) -> Any:
 
     def advance(self: Any, *drawn: Tensor) -> Tensor:
         assert self.drawn.sum().item() >= 0
-        found: Tensor = step(self, *drawn)
-        return found
+        result: Tensor = step(self, *drawn)
+        return result
 
     return advance
 

@@ -60,9 +60,9 @@ def test_the_device_trains_as_the_cpu_does(folder: Path, tmp_path: Path) -> None
 def test_one_rank_has_the_result_of_one_process(folder: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dtype": "float32", "trainer__steps": 3}
     alone = run(folder, tmp_path, **settings, name="eager")
-    found = run(folder, tmp_path, **settings, name="ranks", runtime="distributed")
+    result = run(folder, tmp_path, **settings, name="ranks", runtime="distributed")
     for key in ("loss/actor", "actor/grad_norm", "reward/mean"):
-        assert [line[key] for line in found] == pytest.approx([line[key] for line in alone], rel=1e-3, abs=1e-4), key
+        assert [line[key] for line in result] == pytest.approx([line[key] for line in alone], rel=1e-3, abs=1e-4), key
 
 
 def test_a_run_resumes_on_the_device_with_the_same_result(folder: Path, tmp_path: Path) -> None:

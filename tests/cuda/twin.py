@@ -85,13 +85,13 @@ class CudaTwin(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
-        wanted = None if device is None else torch.device(device).type
-        if FakeTensor not in types and wanted is None and func is not aten.copy_.default:
+        expected = None if device is None else torch.device(device).type
+        if FakeTensor not in types and expected is None and func is not aten.copy_.default:
             return func(*args, **kwargs)
         fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
-        if not fakes and wanted != "cuda":
+        if not fakes and expected != "cuda":
             return func(*args, **kwargs)
-        if wanted == "cpu" or (func is aten.copy_.default and not isinstance(args[0], FakeTensor)):
+        if expected == "cpu" or (func is aten.copy_.default and not isinstance(args[0], FakeTensor)):
             return self._to_host(func, args, kwargs)
         if not fakes:
             made = self._on_device(self._computed(func, args, kwargs))
@@ -226,8 +226,8 @@ def cuda_twin() -> Iterator[CudaTwin]:
     known = torch._C.StorageBase.device  # type: ignore[attr-defined]
 
     def device_of(storage: Any) -> torch.device:
-        found: torch.device = known.__get__(storage)
-        return torch.device("cuda", 0) if found.type == "meta" else found
+        result: torch.device = known.__get__(storage)
+        return torch.device("cuda", 0) if result.type == "meta" else result
 
     moved = PreTrainedModel.to
 

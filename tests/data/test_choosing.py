@@ -84,7 +84,7 @@ def test_held_out_examples_are_evaluated_and_not_trained(write_jsonl: Write, cha
     data = DataConfig(train=[source], held_out=2)
     (train,), held_out = load_train(data, chat_tokenizer), load_eval(data, chat_tokenizer)
     assert [example.prompt for example in train] == ["3", "4", "5"]
-    assert {name: [e.prompt for e in found] for name, found in held_out.items()} == {"held_out": ["1", "2"]}
+    assert {name: [e.prompt for e in result] for name, result in held_out.items()} == {"held_out": ["1", "2"]}
     again = DataConfig.model_validate(data.model_dump(mode="json"))
     assert again.evaluation_sources == data.evaluation_sources, "a run's configuration can be read again"
     with pytest.raises(ValueError, match=r"data.eval .*held_out already"):

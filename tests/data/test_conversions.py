@@ -105,10 +105,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, in
 def test_questions_of_public_sets_get_their_expected_answers(write_jsonl: Write, name: str) -> None:
     records, expected, left_out = CASES[name]
     reading = Reading(SourceConfig(path=write_jsonl(records), convert=name))
-    found = [(example.prompt, example.answer) for example in reading]
-    texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt, _ in found]
-    assert [answer for _, answer in found] == [answer for _, answer in expected]
-    assert all(wanted in text for text, (wanted, _) in zip(texts, expected, strict=True))
+    result = [(example.prompt, example.answer) for example in reading]
+    texts = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt, _ in result]
+    assert [answer for _, answer in result] == [answer for _, answer in expected]
+    assert all(expected_values in text for text, (expected_values, _) in zip(texts, expected, strict=True))
     assert dict(reading.left_out) == left_out
 
 

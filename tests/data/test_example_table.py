@@ -172,9 +172,9 @@ def test_a_line_appears_before_a_slow_first_batch_is_read(capsys: pytest.Capture
 @given(st.integers(LARGE + 1, LARGE * 40), st.integers(0, 3), st.data())
 def test_a_large_order_visits_no_example_twice(size: int, epoch: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, size - 2000))
-    found = [shuffled(0, 0, epoch, size, place) for place in range(start, start + 2000)]
-    assert len(set(found)) == 2000 and all(0 <= index < size for index in found)
-    assert found != [shuffled(0, 0, epoch + 1, size, place) for place in range(start, start + 2000)]
+    result = [shuffled(0, 0, epoch, size, place) for place in range(start, start + 2000)]
+    assert len(set(result)) == 2000 and all(0 <= index < size for index in result)
+    assert result != [shuffled(0, 0, epoch + 1, size, place) for place in range(start, start + 2000)]
 
 
 def test_a_large_order_is_a_permutation_without_visible_pattern(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def vision(model: Path, tmp_path: Path) -> Vision:
-    found = load_vision(model, ImagesConfig(folder=tmp_path / "store"))
-    assert found is not None
-    return found
+    result = load_vision(model, ImagesConfig(folder=tmp_path / "store"))
+    assert result is not None
+    return result
 
 
 def names(path: Path, vision: Vision, **settings: Any) -> list[list[str]]:
@@ -73,8 +73,8 @@ def test_an_image_has_one_name_in_every_form_that_data_sets_have(tmp_path: Path,
         {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}, said]}]},
         {"prompt": [{"role": "user", "content": [{"type": "image"}, said]}], "images": [f"file://{path}"]},
     ]
-    found = names(write_jsonl(tmp_path / "forms.jsonl", records), vision)
-    assert {tuple(each) for each in found} == {(ImageStore.of(ImagesConfig(folder=tmp_path)).add(RED, tmp_path),)}
+    result = names(write_jsonl(tmp_path / "forms.jsonl", records), vision)
+    assert {tuple(each) for each in result} == {(ImageStore.of(ImagesConfig(folder=tmp_path)).add(RED, tmp_path),)}
 
 
 def test_parquet_with_undecoded_images_of_datasets_is_read_as_bytes(tmp_path: Path, vision: Vision) -> None:
@@ -233,9 +233,9 @@ def test_commands_leave_out_and_count_every_kind_of_broken_image(model: Path, tm
     (tmp_path / "run.yaml").write_text(json.dumps(tree))
     for command in ("data", "train"):
         with braid(command, tmp_path / "run.yaml", folder=tmp_path) as process:
-            said = " ".join("".join(text or "" for text in process.communicate(timeout=120)).split())
-        assert process.returncode == 0 and "Traceback" not in said, said[-2000:]
-        assert f"{len(BROKEN) + 1} records left out because an image of it is broken" in said, said[-2000:]
+            output = " ".join("".join(text or "" for text in process.communicate(timeout=120)).split())
+        assert process.returncode == 0 and "Traceback" not in output, output[-2000:]
+        assert f"{len(BROKEN) + 1} records left out because an image of it is broken" in output, output[-2000:]
     lines = read_metrics(tmp_path / "run")
     assert len(lines) == 2 and lines[-1]["memory/actor.generate/resident_max"] < 1 << 30
 

@@ -61,10 +61,10 @@ def load_by_ranks(tmp_path: Path, data: DataConfig, machines: int) -> list[Any]:
         arguments = (rank, store, folder, data.model_dump_json(), answers)
         children.append(forked.Process(target=load_as_rank, args=arguments))
         children[-1].start()
-    found = sorted(answers.get(timeout=60) for _ in children)
+    result = sorted(answers.get(timeout=60) for _ in children)
     for child in children:
         child.join(60)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("machines", [1, 2])
@@ -86,13 +86,13 @@ def test_three_ranks_tokenise_each_example_once_and_draw_as_one_process(
     expected = [
         (o.source, o.index, o.example.prompt, o.prompt.tolist()) for o in PromptLoader(alone, seed=5).peek(range(250))
     ]
-    found = load_by_ranks(tmp_path, data, machines)
-    counted = [texts for _, texts, *_ in found]
+    result = load_by_ranks(tmp_path, data, machines)
+    counted = [texts for _, texts, *_ in result]
     assert sorted(text for texts in counted for text in texts) == sorted(
         [f"prompt {n}" + "." * (n % 50) for n in range(10, 360)] + [f"prompt other {n}" for n in range(90) if n % 3 < 2]
     )
     assert all(len(texts) >= 64 for texts in counted)
-    for _, _, sizes, drawn, report in found:
+    for _, _, sizes, drawn, report in result:
         assert sizes == [len(source) for source in alone] and drawn == expected and report == alone[0].report()
     if in_memory == 10:
         # A kept table is read by runs with other ranks, and nothing is tokenised again.
@@ -106,10 +106,10 @@ def test_the_first_invalid_example_of_the_file_is_named_by_all_ranks(write_jsonl
     for line in (150, 280):
         records[line] = {"prompt": [{"role": "user", "content": ""}]}
     path = write_jsonl(records)
-    found = load_by_ranks(tmp_path, DataConfig(train=[SourceConfig(path=path)]), 1)
+    result = load_by_ranks(tmp_path, DataConfig(train=[SourceConfig(path=path)]), 1)
     says = f"UserError: {path}, line 151: the tokenizer makes no token of this prompt; write some text"
-    assert [report for *_, report in found] == [says] * RANKS
+    assert [report for *_, report in result] == [says] * RANKS
     records[:] = [{"prompt": "prompt that is too long"}] * 200
     path = write_jsonl(records)
-    found = load_by_ranks(tmp_path, DataConfig(train=[SourceConfig(path=path)], max_prompt_tokens=3), 1)
-    assert all("data.max_prompt_tokens=3; the shortest has 23" in r for *_, r in found)
+    result = load_by_ranks(tmp_path, DataConfig(train=[SourceConfig(path=path)], max_prompt_tokens=3), 1)
+    assert all("data.max_prompt_tokens=3; the shortest has 23" in r for *_, r in result)

@@ -36,8 +36,8 @@ def test_plain_values_come_back_equal(value: object) -> None:
     "word", [None, Stall("step", 2.0, 0.1), Outcome({"a": [1, 2.5, "x"]}), Outcome(failure=Failure("user", "no", True))]
 )
 def test_each_message_type_arrives_with_its_type(word: Stall | Outcome | None) -> None:
-    found = unpack_message(pack_message(word), Stall | Outcome | None)
-    assert found == word and type(found) is type(word)
+    message = unpack_message(pack_message(word), Stall | Outcome | None)
+    assert message == word and type(message) is type(word)
 
 
 @pytest.mark.parametrize("sent", [{"rank": 1}, {"rank": "1", "name": "a"}, [1, "a"], None])

@@ -72,9 +72,9 @@ def test_the_index_has_the_lines_that_a_reader_yields(
         text = b"".join(drawing.choices(pieces, k=drawing.randrange(14)))
         path.write_bytes(text if drawing.random() < 0.8 else b"\xef\xbb\xbf" + text)
         index_lines(path, index)
-        found = Lines(path, index)
+        result = Lines(path, index)
         with path.open("rb") as file:
-            assert list(found.at(range(len(found)))) == list(written_lines(file)), text
+            assert list(result.at(range(len(result)))) == list(written_lines(file)), text
 
 
 def test_rows_and_their_order_are_the_same_before_and_after_the_whole_file_is_read(

@@ -78,7 +78,7 @@ def prompts(path: Path, tokenizer: Any, **settings: Any) -> list[str]:
 
 def trained(path: Path, tokenizer: Any, which: str = "response", **settings: Any) -> list[tuple[str, str]]:
     """Return, for each example, prompt and response with `|` around the trained parts."""
-    source, found = load(path, tokenizer, **{"responses": which == "response", "pairs": True} | settings), []
+    source, result = load(path, tokenizer, **{"responses": which == "response", "pairs": True} | settings), []
     for i in range(len(source)):
         ids, mask = source.response(i, which)  # type: ignore[misc]
         parts = [
@@ -86,8 +86,8 @@ def trained(path: Path, tokenizer: Any, which: str = "response", **settings: Any
             for is_trained, group in groupby(zip(ids.tolist(), mask.tolist(), strict=True), key=lambda pair: pair[1])
             if is_trained
         ]
-        found.append((tokenizer.decode(source.prompt(i)) + tokenizer.decode(ids), "|".join(parts)))
-    return found
+        result.append((tokenizer.decode(source.prompt(i)) + tokenizer.decode(ids), "|".join(parts)))
+    return result
 
 
 def sft(path: Path, tokenizer: Any, **settings: Any) -> list[tuple[str, str]]:
@@ -507,9 +507,9 @@ CONVERSATION = [
 def test_every_form_of_a_conversation_trains_on_the_same_turns(write: Write, tokenizer: Any, record: Any) -> None:
     end = {"<eos>": "<|eot|>"}.get(tokenizer.eos_token, "<|im_end|>")
     for train_on, parts in (("all", ["one", "two"]), ("last", ["two"])):
-        ((whole, found),) = sft(write([record]), tokenizer, train_on=train_on)
+        ((whole, result),) = sft(write([record]), tokenizer, train_on=train_on)
         closes = tokenizer.chat_template is not None and tokenizer.eos_token == "<eos>"
-        assert found == "|".join([*(part + end * closes for part in parts[:-1]), parts[-1] + end])
+        assert result == "|".join([*(part + end * closes for part in parts[:-1]), parts[-1] + end])
         rendered = PromptTemplate(tokenizer)
         # A plain prompt is continued without a separator, as in generation.
         plain = "s\n\nhi" + ("one\n\nand?two" if train_on == "all" else "\n\none\n\nand?two")

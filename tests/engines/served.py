@@ -92,9 +92,9 @@ def vllm_python(target: str = "vllm") -> Path | None:
     """Return an interpreter that has vLLM: this one, or that of `make vllm` or `make vllm-images`. Skip the test if
     there is none.
     """
-    found = importlib.util.find_spec("vllm")
+    module = importlib.util.find_spec("vllm")
     # A folder of this name, as of an earlier test's run, is a package without an origin.
-    if found is not None and found.origin is not None:
+    if module is not None and module.origin is not None:
         return None
     python = ROOT / "build" / f"{target}-venv" / "bin" / "python"
     if not (python.parent.parent / "installed").is_file():

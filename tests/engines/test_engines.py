@@ -65,7 +65,7 @@ def test_engines_keep_the_contract(name: str, check: Callable[[EngineUnderTest],
 
 @pytest.mark.soak
 def test_four_replicas_draw_the_tokens_of_one_in_any_order() -> None:
-    wanted = requests(subject(replica), 60, tokens=10)
+    submitted = requests(subject(replica), 60, tokens=10)
 
     async def gather(engine: Engine, order: list[Request]) -> dict[tuple[int, int, int], list[int]]:
         tasks = []
@@ -75,9 +75,9 @@ def test_four_replicas_draw_the_tokens_of_one_in_any_order() -> None:
                 await asyncio.sleep(0.002)
         return {row.uid: row.tokens.tolist() for row in await asyncio.gather(*tasks)}
 
-    one = asyncio.run(gather(replica(64), wanted))
+    one = asyncio.run(gather(replica(64), submitted))
     for seed in range(2):
-        order = [wanted[i] for i in torch.randperm(60, generator=torch.Generator().manual_seed(seed)).tolist()]
+        order = [submitted[i] for i in torch.randperm(60, generator=torch.Generator().manual_seed(seed)).tolist()]
         assert asyncio.run(gather(Router([replica() for _ in range(4)]), order)) == one
 
 
@@ -95,7 +95,7 @@ def break_after(dying: EngineReplica, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [1, 6, 11])
 def test_an_engines_death_loses_or_repeats_no_row_and_changes_no_token(steps: int) -> None:
-    wanted = requests(subject(replica), 40, tokens=10)
+    submitted = requests(subject(replica), 40, tokens=10)
 
     async def gather(router: Router) -> list[Response]:
         answered = []
@@ -103,7 +103,7 @@ def test_an_engines_death_loses_or_repeats_no_row_and_changes_no_token(steps: in
         async def one(request: Request) -> None:
             answered.append(await router.submit(request))
 
-        await asyncio.gather(*(one(request) for request in wanted))
+        await asyncio.gather(*(one(request) for request in submitted))
         return answered
 
     async def with_death() -> tuple[list[Response], int, list[int]]:
@@ -116,12 +116,12 @@ def test_an_engines_death_loses_or_repeats_no_row_and_changes_no_token(steps: in
             if len(router.alive) == 2:
                 break
             await asyncio.sleep(0.01)
-        after = await dying.submit(wanted[0])
+        after = await dying.submit(submitted[0])
         await router.close()
         return answered, len(router.alive), after.versions.tolist()
 
     answered, alive, versions = asyncio.run(with_death())
-    assert sorted(row.uid for row in answered) == [request.uid for request in wanted]
+    assert sorted(row.uid for row in answered) == [request.uid for request in submitted]
     assert alive == 2 and versions == [5] * 10
     expected = {row.uid: row.tokens.tolist() for row in asyncio.run(gather(Router([replica(64)])))}
     assert {row.uid: row.tokens.tolist() for row in answered} == expected
@@ -144,9 +144,9 @@ def test_rows_answered_in_the_turn_in_which_their_engine_fails_are_answered_once
     async def run() -> None:
         failing = FailsForOneRow(replica().engine)
         router = Router([failing], retry_s=0.02)
-        wanted = requests(subject(replica), 6)
-        answered = await asyncio.gather(*map(router.submit, wanted))
-        assert [row.uid for row in answered] == [request.uid for request in wanted]
+        submitted = requests(subject(replica), 6)
+        answered = await asyncio.gather(*map(router.submit, submitted))
+        assert [row.uid for row in answered] == [request.uid for request in submitted]
         assert router.load().rows == 0 and not router._places
         await router.close()
 
@@ -165,8 +165,8 @@ def test_a_dead_engine_recovers_with_the_weights_that_it_missed() -> None:
         await router.update_weights(5)
         assert dying.engine.version == 0
         await router.recover()
-        wanted = requests(subject(replica), 1)[0]
-        finished = [await engine.submit(wanted) for engine in router.engines]
+        submitted = requests(subject(replica), 1)[0]
+        finished = [await engine.submit(submitted) for engine in router.engines]
         await router.close()
         assert [row.versions[0] for row in finished] == [5, 5]
         return [row.tokens.tolist() for row in finished]
@@ -260,18 +260,18 @@ class FailsAtOneRow(EngineReplica):
 
 def test_rows_given_to_an_engine_in_the_turns_in_which_it_fails_are_drawn_when_it_is_back() -> None:
     async def run(turns: int) -> None:
-        failing, wanted = FailsAtOneRow(replica().engine), requests(subject(replica), 6, tokens=8)
-        failing.bad, router = wanted[0].uid, Router([failing], retry_s=0.02)
-        first = asyncio.ensure_future(router.submit(wanted[0]))
+        failing, submitted = FailsAtOneRow(replica().engine), requests(subject(replica), 6, tokens=8)
+        failing.bad, router = submitted[0].uid, Router([failing], retry_s=0.02)
+        first = asyncio.ensure_future(router.submit(submitted[0]))
         while failing.bad is not None:
             await asyncio.sleep(0)
         failing.cut.set()
         for _ in range(turns):
             await asyncio.sleep(0)
-        later = [asyncio.ensure_future(router.submit(request)) for request in wanted[1:4]]
+        later = [asyncio.ensure_future(router.submit(request)) for request in submitted[1:4]]
         await asyncio.sleep(0)
-        await router.abort(wanted[3].uid)
-        finished = await asyncio.gather(first, *later, *map(router.submit, wanted[4:]))
+        await router.abort(submitted[3].uid)
+        finished = await asyncio.gather(first, *later, *map(router.submit, submitted[4:]))
         assert [len(row.tokens) for row in finished] == [8, 8, 8, 0, 8, 8]
         assert router.load().rows == 0
         await router.sleep()
@@ -283,14 +283,14 @@ def test_rows_given_to_an_engine_in_the_turns_in_which_it_fails_are_drawn_when_i
 
 def test_a_row_can_be_aborted_in_the_turn_in_which_its_engine_fails() -> None:
     async def run() -> None:
-        failing, wanted = FailsAtOneRow(replica().engine), requests(subject(replica), 4, tokens=60)
-        failing.bad = wanted[0].uid
+        failing, submitted = FailsAtOneRow(replica().engine), requests(subject(replica), 4, tokens=60)
+        failing.bad = submitted[0].uid
         router = Router([failing], retry_s=0.02)
-        tasks = [asyncio.ensure_future(router.submit(request)) for request in wanted]
+        tasks = [asyncio.ensure_future(router.submit(request)) for request in submitted]
         asyncio.get_running_loop().call_later(0.01, failing.cut.set)
         while router.alive:
             await asyncio.sleep(0)
-        await router.abort(wanted[2].uid)
+        await router.abort(submitted[2].uid)
         finished = await asyncio.gather(*tasks)
         assert [len(row.tokens) for row in finished] == [60, 60, 0, 60]
         assert router.load().rows == 0
@@ -316,13 +316,13 @@ def test_pending_calls_fail_with_the_reason_when_no_engine_is_left() -> None:
 def test_a_row_can_be_aborted_while_it_waits_for_an_engine() -> None:
     async def run() -> None:
         router = Router([replica(16)])
-        wanted = requests(subject(replica), 18, tokens=20)
-        tasks = [asyncio.ensure_future(router.submit(request)) for request in wanted]
+        submitted = requests(subject(replica), 18, tokens=20)
+        tasks = [asyncio.ensure_future(router.submit(request)) for request in submitted]
         await asyncio.sleep(0)
-        await router.abort(wanted[0].uid)
+        await router.abort(submitted[0].uid)
         while router.load().running < 16:
             await asyncio.sleep(0.001)
-        await router.abort(wanted[17].uid)
+        await router.abort(submitted[17].uid)
         finished = await asyncio.gather(*tasks)
         assert [len(row.tokens) for row in finished] == [0] + [20] * 16 + [0]
         assert router.load().rows == 0

@@ -41,13 +41,13 @@ def gaps_of(run: Path, steps: int) -> list[float]:
     """Return the largest gap between the engine's and the trainer's log-probs for each row of a run that recomputed
     them.
     """
-    found = []
+    result = []
     for step in range(1, steps + 1):
         rows = recorded(run, step)
         ours, theirs = rows["old_log_probs"], rows["rollout_log_probs"]
-        found += [float((ours[row] - theirs[row]).abs().max()) for row in range(len(rows))]
-    print(f"{len(found)} rows, largest gap {max(found):.1e} nats")
-    return found
+        result += [float((ours[row] - theirs[row]).abs().max()) for row in range(len(rows))]
+    print(f"{len(result)} rows, largest gap {max(result):.1e} nats")
+    return result
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     run = workshop.run(
         "vllm", **settings, rollout={"engine": "vllm", "reproducible": True, "vllm": {"enable_sleep_mode": True}, **own}
     )
-    said = "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["actor/grad_norm"] > 0 for line in lines)
     assert max(gaps_of(run, 3)) < 1e-5
     assert [recorded(run, step)["version"].unique().tolist() for step in (1, 2, 3)] == [[0], [1], [2]]
     # vLLM's own calls: sleep after generation, wake weights for the next rows, wake caches for the next rows.
-    waking = re.findall(r"seconds to (fall asleep|wake up tags \['weights'\]|wake up tags \['kv_cache'\])", said)
+    waking = re.findall(r"seconds to (fall asleep|wake up tags \['weights'\]|wake up tags \['kv_cache'\])", output)
     step = ["fall asleep", "wake up tags ['weights']", "wake up tags ['kv_cache']"]
     assert waking == (3 * step)[:-1]
     assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), (

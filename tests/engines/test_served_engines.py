@@ -88,22 +88,22 @@ def test_log_probs_after_each_update_are_those_of_the_trainer(served: Served) ->
 def test_a_users_column_is_that_of_the_trainers_distribution(served: Served) -> None:
     served.run(served.engine.update_weights(0, ModelWeights(MODEL)))
     column = f"{ROOT}/examples/plugins/token_column.py:top_two"
-    wanted = [replace(request, columns=(column,)) for request in requests(subject(served), 4)]
-    wanted[1] = replace(wanted[1], columns=())
-    endless = replace(wanted[0].sampling, max_tokens=LONG_OF_SLOW, ends=False, temperature=0.5)
+    submitted = [replace(request, columns=(column,)) for request in requests(subject(served), 4)]
+    submitted[1] = replace(submitted[1], columns=())
+    endless = replace(submitted[0].sampling, max_tokens=LONG_OF_SLOW, ends=False, temperature=0.5)
 
     async def with_abort() -> list[Response]:
         seen = asyncio.Event()
-        cut = replace(wanted[0], uid=(0, 99, 0), sampling=endless, on_token=lambda n, _: n > 3 and seen.set())
-        wanted.append(cut)
-        tasks = [asyncio.ensure_future(served.engine.submit(request)) for request in wanted]
+        cut = replace(submitted[0], uid=(0, 99, 0), sampling=endless, on_token=lambda n, _: n > 3 and seen.set())
+        submitted.append(cut)
+        tasks = [asyncio.ensure_future(served.engine.submit(request)) for request in submitted]
         await seen.wait()
         await served.engine.abort(cut.uid)
         return await asyncio.gather(*tasks)
 
     finished = served.run(with_abort())
     assert 3 < len(finished[-1].tokens) < LONG_OF_SLOW and "top_two" not in finished[1].per_token
-    for request, response in zip(wanted, finished, strict=True):
+    for request, response in zip(submitted, finished, strict=True):
         if request.columns:
             ids = torch.cat([request.prompt, response.tokens])
             with torch.no_grad():
@@ -135,11 +135,11 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
     service.publish(4, ModelWeights(MODEL))
     subject = EngineUnderTest(lambda: service.router, END, LIMIT, in_training, other_weights)
     # Different lengths, so that the killed engine still has rows when the first ones end.
-    wanted = [
+    submitted = [
         replace(request, sampling=replace(request.sampling, max_tokens=20 + 29 * number % 200))
         for number, request in enumerate(requests(subject, 40))
     ]
-    expected = all_alone(wanted)
+    expected = all_alone(submitted)
     dying, answered = service.engines[0], []
 
     def kill(finished: Response) -> None:
@@ -148,12 +148,12 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
             assert dying.pid is not None
             os.kill(dying.pid, signal.SIGKILL)
 
-    finished = service.generate(wanted[::-1], kill)
-    assert sorted(answered) == [row.uid for row in wanted], "every row exactly once"
-    assert [row.uid for row in finished] == [row.uid for row in wanted[::-1]]
+    finished = service.generate(submitted[::-1], kill)
+    assert sorted(answered) == [row.uid for row in submitted], "every row exactly once"
+    assert [row.uid for row in finished] == [row.uid for row in submitted[::-1]]
     assert {row.uid: row.tokens.tolist() for row in finished} == expected
     assert service.run(lambda router: router.recover()) == 4 and len(service.router.alive) == count
-    (again,) = service.run(lambda _: all_of(dying, wanted[:1]))
+    (again,) = service.run(lambda _: all_of(dying, submitted[:1]))
     assert set(again.versions.tolist()) == {4} and again.tokens.tolist() == expected[again.uid]
     assert dying.pid is not None
     os.kill(dying.pid, signal.SIGSTOP)

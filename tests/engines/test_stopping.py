@@ -24,8 +24,8 @@ def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
 
 @given(st.text("ab\né ", max_size=60), st.text("ab\né ", min_size=1, max_size=8))
 def test_a_row_stops_exactly_where_its_text_first_contains_the_stop_text(text: str, stop: str) -> None:
-    found = text.find(stop)
-    expected = None if found < 0 else len(text[: found + len(stop)].encode())
+    result = text.find(stop)
+    expected = None if result < 0 else len(text[: result + len(stop)].encode())
     assert first_stop(text, (stop,)) == expected
 
 

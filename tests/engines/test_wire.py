@@ -28,10 +28,10 @@ def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
     request = Request((1, 2**40, 3), torch.tensor([5, 6, 7]), sampling, "evaluate", "second", 4, 2)
     call, end = asyncio.run(arrived(EngineCall("submit", 9, request=request, followed=True)))
     assert isinstance(call, EngineCall) and (call.method, call.id, call.followed, end) == ("submit", 9, True, None)
-    found = call.request
-    assert found is not None and torch.equal(found.prompt, request.prompt) and found.prompt.dtype == torch.int64
+    result = call.request
+    assert result is not None and torch.equal(result.prompt, request.prompt) and result.prompt.dtype == torch.int64
     for name in ("uid", "sampling", "purpose", "stage", "first_draw", "continues"):
-        assert getattr(found, name) == getattr(request, name)
+        assert getattr(result, name) == getattr(request, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -41,11 +41,11 @@ def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -
     sent.per_token["routes"] = torch.tensor([[[1, 2]], [[3, 4]]], dtype=torch.uint8)
     reply, _ = asyncio.run(arrived(EngineReply(1, sent, load=Load(4, 1, 0))))
     assert isinstance(reply, EngineReply) and isinstance(reply.result, Response) and reply.load == Load(4, 1, 0)
-    found = reply.result
-    assert found.uid == sent.uid and found.finish_reason is FinishReason.LENGTH
-    assert set(found.per_token) == set(sent.per_token) and torch.equal(found.tokens, sent.tokens)
+    result = reply.result
+    assert result.uid == sent.uid and result.finish_reason is FinishReason.LENGTH
+    assert set(result.per_token) == set(sent.per_token) and torch.equal(result.tokens, sent.tokens)
     for name, values in sent.per_token.items():
-        assert torch.equal(found.per_token[name], values) and found.per_token[name].dtype == values.dtype
+        assert torch.equal(result.per_token[name], values) and result.per_token[name].dtype == values.dtype
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,8 @@ def test_files_and_tests_that_pages_run_by_pytest_exist() -> None:
     for words in (line.split() for line in lines if re.match(r"(\.venv/bin/)?pytest ", line)):
         files = [ROOT / word for word in words if word.startswith("tests/")]
         texts = [path.read_text() for path in files if path.suffix == ".py"]
-        wanted = rf"def test_\w*{words[words.index('-k') + 1]}" if "-k" in words else "def test_"
-        assert all(path.exists() for path in files) and (not texts or re.search(wanted, "".join(texts))), words
+        expected = rf"def test_\w*{words[words.index('-k') + 1]}" if "-k" in words else "def test_"
+        assert all(path.exists() for path in files) and (not texts or re.search(expected, "".join(texts))), words
 
 
 def refusal(override: str) -> str | None:

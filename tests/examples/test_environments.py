@@ -100,8 +100,8 @@ def test_credit_by_turn_finds_the_right_first_turn_by_the_command_of_the_page(tm
     for flow in ("row_credit", "turn_credit"):
         changes = [f"flow=examples/turn_credit/{flow}.yaml", f"output={tmp_path}", f"name={flow}", *own]
         with braid("train", "examples/turn_credit/config.yaml", *changes, folder=EXAMPLES.parent) as process:
-            said = "".join(text or "" for text in process.communicate(timeout=300))
-        assert process.returncode == 0, said[-2000:]
+            output = "".join(text or "" for text in process.communicate(timeout=300))
+        assert process.returncode == 0, output[-2000:]
         shares.append(read_metrics(tmp_path / flow)[-1]["eval/doors/avg@4"])
     print(f"right first turns: {shares[0]:.2f} with credit by row, {shares[1]:.2f} by turn")
     assert shares[1] > max(0.6, shares[0])

@@ -40,5 +40,5 @@ def test_two_adapters_on_one_base_duel_by_the_command_of_the_page(tmp_path: Path
     last = read_metrics(run)[-1]
     assert len(won["random"]) == 2 and last["actor/grad_norm"] > 0 and last["rival/grad_norm"] > 0
     with braid("rollouts", run, "--step", 4, "--rows", 3) as process:
-        said = "".join(text or "" for text in process.communicate(timeout=60))
-    assert process.returncode == 0 and said.count("\n") >= 4, said
+        output = "".join(text or "" for text in process.communicate(timeout=60))
+    assert process.returncode == 0 and output.count("\n") >= 4, output

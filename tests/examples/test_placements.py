@@ -64,12 +64,12 @@ def configuration(name: str, made: Path, *more: str) -> Config:
 @pytest.fixture(scope="module")
 def alone(made: Path) -> dict[str, list[Step]]:
     """Return the result of a single process, by the source of old log-probabilities."""
-    found = {}
+    result = {}
     for old in ("rollout", "recompute"):
         with TrainingRun(configuration("deepspeed-chat", made, *ALONE, f"name={old}", f"algorithm.old={old}")) as run:
             run.train()
-        found[old] = trace(run.folder)
-    return found
+        result[old] = trace(run.folder)
+    return result
 
 
 @pytest.mark.soak

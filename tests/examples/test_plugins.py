@@ -84,8 +84,8 @@ def test_muon_orthogonalises_each_matrix_of_a_stack_and_leaves_the_vocabulary_to
     stack = torch.randn(3, 6, 10, dtype=torch.float64)
     values = torch.linalg.svdvals(muon.newton_schulz(stack, 5))
     assert values.min() > 0.6 and values.max() < 1.3
-    for matrix, found in zip(stack, muon.newton_schulz(stack, 5), strict=True):
-        torch.testing.assert_close(found, muon.newton_schulz(matrix, 5), rtol=0, atol=1e-12)
+    for matrix, result in zip(stack, muon.newton_schulz(stack, 5), strict=True):
+        torch.testing.assert_close(result, muon.newton_schulz(matrix, 5), rtol=0, atol=1e-12)
     shapes = {"model.embed_tokens.weight": (9, 4), "lm_head.weight": (9, 4), "model.norm.weight": (4,)}
     shapes |= {"model.layers.0.mlp.experts.down_proj": (3, 4, 6), "model.layers.0.self_attn.q_proj.weight": (4, 4)}
     made = muon.Muon([(name, torch.zeros(shape)) for name, shape in shapes.items()], lr=1.0)
@@ -169,8 +169,8 @@ def test_a_run_on_the_engine_equals_a_run_on_the_embedded_engine(
     for step in (1, 2):
         assert recorded(mine, step)["tokens"].tolist() == recorded(ours, step)["tokens"].tolist()
     assert recorded(mine, 2)["version"].unique().tolist() == [1], "it received the weights of the first step"
-    found, expected = weights_of(mine), weights_of(ours)
-    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-4) for name, tensor in expected.items())
+    tensors, expected = weights_of(mine), weights_of(ours)
+    assert all(torch.allclose(tensors[name], tensor, rtol=0, atol=1e-4) for name, tensor in expected.items())
 
 
 BACKEND = f"{PLUGINS}/backend.py:PlainBackend"
@@ -206,13 +206,13 @@ def test_a_run_on_the_backend_equals_torch_with_sgd_and_resumes(workshop: Worksh
     ours = workshop.run("ours", trainer={**trainer, "optimizer": "sgd"}, **common)
     for step in (1, 2):
         assert recorded(mine, step)["tokens"].tolist() == recorded(ours, step)["tokens"].tolist()
-    found, expected = weights_of(mine), weights_of(ours)
-    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
+    tensors, expected = weights_of(mine), weights_of(ours)
+    assert all(torch.allclose(tensors[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
     more = read_metrics(ours)[1].keys() - read_metrics(mine)[1].keys()
     assert read_metrics(mine)[1].keys() <= read_metrics(ours)[1].keys()
     assert all(name.startswith("utilisation/operations/") for name in more), "only the backend knows its operations"
     before = load_file(workshop.model / "model.safetensors")
-    assert not all(torch.equal(found[name], before[name]) for name in found)
+    assert not all(torch.equal(tensors[name], before[name]) for name in tensors)
     config = workshop.config("mine", trainer={**trainer, "backend": BACKEND, "steps": 3}, **common)
     with TrainingRun(config, resume=mine) as run:
         run.train()

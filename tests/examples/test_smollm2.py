@@ -245,15 +245,15 @@ def test_vllm_draws_by_new_weights_after_an_update(smollm2: Path, tokenizer: Pre
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation=ATTENTION)
     prompt = torch.tensor(PromptTemplate(tokenizer).encode("Name a colour."))
     sampling = SamplingParams(1.0, 1.0, 0, NEW_TOKENS)
-    wanted = [Request((0, 0, sample), prompt, sampling) for sample in range(2)]
+    submitted = [Request((0, 0, sample), prompt, sampling) for sample in range(2)]
     with closing(Served("vllm", smollm2, limit_s=400.0)) as served:
         for version in (1, 2):
             with torch.no_grad():
                 model.model.layers[version].mlp.down_proj.weight.mul_(0.9)
                 model.model.embed_tokens.weight[:1000].mul_(0.99)
             served.run(served.engine.update_weights(version, ModelWeights(model)))
-            drawn = served.run(all_of(served.engine, wanted))
-            expected = training_log_probs(model, wanted, drawn)
+            drawn = served.run(all_of(served.engine, submitted))
+            expected = training_log_probs(model, submitted, drawn)
             gap = max(float((d.log_probs - e).abs().max()) for d, e in zip(drawn, expected, strict=True))
             print(f"largest gap after update {version}: {gap:.1e} nats")
             assert gap < 1e-4, "the tied output layer was updated too"

@@ -31,17 +31,17 @@ def test_no_copy_of_a_held_out_pair_is_trained_on(studies: ModuleType) -> None:
 
 @pytest.mark.soak
 def test_a_reward_model_and_ppo_with_it_end_in_a_page(studies: ModuleType, tmp_path: Path) -> None:
-    found = studies.reward_model(studies.Study(tmp_path / "runs", tmp_path / "pages", quick=True))
-    assert 0 <= found["pair accuracy"] <= 1 and found["score after"] >= 0
+    result = studies.reward_model(studies.Study(tmp_path / "runs", tmp_path / "pages", quick=True))
+    assert 0 <= result["pair accuracy"] <= 1 and result["score after"] >= 0
     assert "held-out pairs ranked correctly" in (tmp_path / "pages" / "reward-model.md").read_text()
 
 
 def test_a_mean_over_seeds_has_students_interval(studies: ModuleType) -> None:
     pages = load_module(ARITHMETIC / "pages.py")
-    found = pages.Mean.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    result = pages.Mean.of([1.0, 2.0, 3.0, 4.0, 5.0])
     # 2.776 standard errors for four degrees of freedom; the standard deviation of 1 to 5 is the root of 2.5.
-    assert found.mean == 3 and found.half == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
-    assert found.text("+.1f") == "+3.0 ± 1.963" and pages.Mean.of([0.25]).text(".2f") == "0.25"
+    assert result.mean == 3 and result.half == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
+    assert result.text("+.1f") == "+3.0 ± 1.963" and pages.Mean.of([0.25]).text(".2f") == "0.25"
 
 
 def test_what_was_written_by_hand_stays_when_a_page_is_written_again(tmp_path: Path) -> None:
@@ -79,15 +79,15 @@ def test_techniques_are_compared_seed_by_seed(studies: ModuleType) -> None:
             [{"step": 0, study.SCORE: 0.1}, {"step": 5, study.SCORE: final, "rows/generated": 40}] for final in finals
         ]
 
-    found = {
+    result = {
         "plain": runs(0.2, 0.6, 0.9),
         "+ a little": runs(0.3, 0.7, 1.0),
         "+ noise": runs(0.1, 0.9, 0.9),
         "- a little": runs(0.0, 0.8, 0.8),
     }
-    gained = recipes.gains(found)
+    gained = recipes.gains(result)
     assert gained["+ a little"].mean == pytest.approx(0.1) and gained["+ a little"].half < 1e-9
     told = recipes.what_reproduces(gained, 3)
     assert "above 0: + a little.\n" in told and "below 0: - a little.\n" in told and told.endswith("+ noise.")
-    assert recipes.reached(found["+ a little"], [0.3, 0.8, 1.0]) == ["2 of 3", "5", "40"]
-    assert recipes.reached(found["- a little"], [0.9, 0.9, 0.9]) == ["0 of 3", "", ""]
+    assert recipes.reached(result["+ a little"], [0.3, 0.8, 1.0]) == ["2 of 3", "5", "40"]
+    assert recipes.reached(result["- a little"], [0.9, 0.9, 0.9]) == ["0 of 3", "", ""]

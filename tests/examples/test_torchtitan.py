@@ -71,5 +71,5 @@ def test_torchtitan_trains_to_the_result_of_the_built_in_backend(
     ours, guest = (workshop.folder / name for name in ("ours", "guest"))
     for one, other in zip(read_metrics(ours), read_metrics(guest), strict=True):
         assert other["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-4)
-    found, expected = weights_of(guest), weights_of(ours)
-    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
+    tensors, expected = weights_of(guest), weights_of(ours)
+    assert all(torch.allclose(tensors[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())

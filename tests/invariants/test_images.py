@@ -128,7 +128,7 @@ def test_an_image_in_the_second_turn_is_seen_and_its_tokens_are_trained(seeing: 
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return str(path)
 
-    found = []
+    result = []
     for colors in (("red",), ("blue",)):
         environment = {"environment": f"{seeing.folder}/looks.py:Looks", "samples_per_prompt": 2}
         sections = settings(seeing, data={"train": shown(*colors)}, rollout=environment, dtype="float32")
@@ -139,9 +139,9 @@ def test_an_image_in_the_second_turn_is_seen_and_its_tokens_are_trained(seeing: 
         worker = backend.executor.workers["actor"]
         log_probs = worker.forward("log_probs", played)
         assert torch.allclose(log_probs.values, played["rollout_log_probs"].values, atol=1e-5)
-        found.append(played)
+        result.append(played)
         backend.close()
-    first, second = found
+    first, second = result
     turns = first["turn_lengths"][0].tolist()
     ((_, start, count),) = first["images"][0]
     assert len(turns) == 2 and start > int(first["prompt_length"][0]) and count == 9
@@ -198,13 +198,13 @@ def test_every_recipe_trains_rows_with_images_together_as_alone(recipe: str, see
     if "roles" in sections:
         shapes.write_model(seeing.folder / "other", 1, family="qwen3_vl")
         sections["roles"] = {"reference": {"model": str(seeing.folder / "other")}}
-    found = []
+    result = []
     for name, tokens in (("together", 4096), ("alone", 48)):
         trainer = {**sections["trainer"], "steps": 1, "max_tokens_per_device": tokens, "checkpoint_every": 0}
         folder = seeing.run(name, **{**sections, "trainer": trainer})
         trained = "reward" if recipe == "reward_model" else "actor"
-        found.append((metrics_without_times(folder), weights_of(folder, trained)))
-    (first, ours), (second, theirs) = found
+        result.append((metrics_without_times(folder), weights_of(folder, trained)))
+    (first, ours), (second, theirs) = result
     assert any(line.get("actor/grad_norm") or line.get("reward/grad_norm") for line in first)
     assert first == [pytest.approx(line, abs=1e-9) for line in second]
     for key, tensor in ours.items():

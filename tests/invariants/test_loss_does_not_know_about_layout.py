@@ -160,7 +160,7 @@ def test_the_result_is_that_of_transformers_own_forward_row_by_row(
     tmp_path: Path, tiny_models: dict[str, Path]
 ) -> None:
     rows = make_rows()
-    found = update(
+    result = update(
         config_of(tmp_path, tiny_models["qwen3"], 40), {"loss": "reinforce", "aggregate": "token-mean"}, [rows]
     )
     model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)
@@ -173,9 +173,9 @@ def test_the_result_is_that_of_transformers_own_forward_row_by_row(
         total, tokens = total - (rows["advantage"][row] * log_probs).sum(), tokens + len(log_probs)
     gradients = torch.autograd.grad(total / tokens, list(model.parameters()))
     # Its norms and rotary embeddings always compute in float32, so the rounding differs.
-    assert found.losses["tokens"] == pytest.approx(float(total.detach()), rel=1e-6)
-    assert found.norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-6)
-    for mine, theirs in zip(found.gradients, gradients, strict=True):
+    assert result.losses["tokens"] == pytest.approx(float(total.detach()), rel=1e-6)
+    assert result.norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-6)
+    for mine, theirs in zip(result.gradients, gradients, strict=True):
         torch.testing.assert_close(mine / tokens, theirs, rtol=1e-6, atol=1e-6)
 
 

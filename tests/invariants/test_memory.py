@@ -85,14 +85,14 @@ def test_peak_memory_is_one_copy_of_weights_gradients_and_optimizer_state(
         env=environment,
     )
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
-    one_copy = found["parameters"] * 4
+    content = json.loads(run.stdout.splitlines()[-1])
+    one_copy = content["parameters"] * 4
     # Weights (their own masters in float32), gradients, and the two moments of AdamW.
     expected = 4 * one_copy
     with capsys.disabled():
         print(
-            f"\npeak memory {found['peak'] / 2**20:.0f} MiB for {found['parameters'] / 1e6:.1f}M parameters: "
-            f"{found['peak'] / one_copy:.2f} copies of the weights; weights, gradients and AdamW's moments are 4"
+            f"\npeak memory {content['peak'] / 2**20:.0f} MiB for {content['parameters'] / 1e6:.1f}M parameters: "
+            f"{content['peak'] / one_copy:.2f} copies of the weights; weights, gradients and AdamW's moments are 4"
         )
-    assert found["peak"] > 0.9 * expected, "the measurement must have seen the optimizer's state"
-    assert found["peak"] < expected + 0.75 * one_copy, "there is another copy of the weights"
+    assert content["peak"] > 0.9 * expected, "the measurement must have seen the optimizer's state"
+    assert content["peak"] < expected + 0.75 * one_copy, "there is another copy of the weights"

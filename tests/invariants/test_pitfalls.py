@@ -111,9 +111,9 @@ def test_a_join_sees_every_one_of_its_inputs() -> None:
 def test_group_statistics_follow_the_groups_number_and_not_the_position() -> None:
     group = torch.tensor([7, 3, 7, 3, 3])
     reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
-    found = group_normalized(reward, group)
-    assert torch.allclose(found[group == 7], group_normalized(reward[group == 7], group[group == 7]))
-    assert float(found[group == 3].sum()) == pytest.approx(0.0, abs=1e-6)
+    result = group_normalized(reward, group)
+    assert torch.allclose(result[group == 7], group_normalized(reward[group == 7], group[group == 7]))
+    assert float(result[group == 3].sum()) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_column_that_nobody_has_heard_of_travels() -> None:

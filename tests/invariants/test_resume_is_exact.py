@@ -76,8 +76,8 @@ def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> Non
     assert checkpoint is not None and checkpoint.name == "step-5"
     if kind == "refills":
         again = braid("train", "--resume", killed)
-        _, said = again.communicate(timeout=180)
-        assert again.returncode == 0 and said.startswith(f"{killed}\n"), said
+        _, output = again.communicate(timeout=180)
+        assert again.returncode == 0 and output.startswith(f"{killed}\n"), output
     else:
         with TrainingRun(run_config(killed), resume=killed) as run:
             run.train()
@@ -112,11 +112,11 @@ def test_ctrl_c_saves_exits_130_and_run_can_resume(evaluated: Workshop, steps: i
     time.sleep(0.05)
     # Like a terminal, send the signal to the whole process group, including the reward processes.
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=180)
-    assert process.returncode == 130, said
+    _, output = process.communicate(timeout=180)
+    assert process.returncode == 130, output
     done = read_metrics(stopped)[-1]["step"]
-    assert said.splitlines()[-1] == f"saved step {done}; go on with: braid train --resume {stopped}"
-    assert "Traceback" not in said
+    assert output.splitlines()[-1] == f"saved step {done}; go on with: braid train --resume {stopped}"
+    assert "Traceback" not in output
     with TrainingRun(run_config(stopped), resume=stopped) as run:
         assert run.step == done
         run.train()

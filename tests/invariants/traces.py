@@ -77,10 +77,10 @@ def trace(folder: Path) -> list[Step]:
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return the weights of all trained roles."""
-    found = {}
+    tensors = {}
     for file in sorted(checkpoint.glob("*/model.safetensors")):
-        found |= {f"{file.parent.name}.{name}": tensor for name, tensor in load_file(file).items()}
-    return found
+        tensors |= {f"{file.parent.name}.{name}": tensor for name, tensor in load_file(file).items()}
+    return tensors
 
 
 def assert_same(ours: list[Step], theirs: list[Step]) -> None:

@@ -68,9 +68,9 @@ def test_the_kernel_computes_the_formula_and_its_gradients(
     weights = torch.randn_like(output)
     plain = [each.detach().double().requires_grad_() for each in states]
     expected = by_a_loop(*plain, lengths, window)
-    wanted = torch.autograd.grad(expected, plain, weights.double())
-    found = torch.autograd.grad(output, states, weights)
-    for mine, theirs in zip([output, *found], [expected, *wanted], strict=True):
+    expected_values = torch.autograd.grad(expected, plain, weights.double())
+    gradients = torch.autograd.grad(output, states, weights)
+    for mine, theirs in zip([output, *gradients], [expected, *expected_values], strict=True):
         assert mine.shape == theirs.shape
         scale = max(1.0, float(theirs.abs().max()))
         torch.testing.assert_close(mine.double() / scale, theirs / scale, rtol=0, atol=TOLERANCE[dtype])
@@ -95,14 +95,14 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
 def test_the_number_of_threads_changes_no_bit() -> None:
     lengths, before = [40, 1, 77, 30], torch.get_num_threads()
     states = states_of(lengths, 4, 2, 32, torch.float32)
-    found = []
+    result = []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(attend_short(*states, offsets_of(lengths), 77, SCALING, None))
+            result.append(attend_short(*states, offsets_of(lengths), 77, SCALING, None))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*found)
+    assert torch.equal(*result)
 
 
 def test_what_the_kernel_does_not_compute_goes_to_torch() -> None:

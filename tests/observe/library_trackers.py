@@ -75,22 +75,22 @@ def read_wandb(folder: Path) -> Found:
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: Found = {"points": [], "responses": [], "report": ""}
+    result: Found = {"points": [], "responses": [], "report": ""}
     # Offline, each part of a resumed run has its own file; wandb joins them by the run's id.
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for record in records(WBDataStoreReader(), path, Record):
             items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
             if METRIC in items:
-                found["points"].append((items.get("_step", record.history.step.num), items[METRIC]))
+                result["points"].append((items.get("_step", record.history.step.num), items[METRIC]))
             if "samples/path" in items:
                 table = json.loads((path.parent / "files" / items["samples/path"]).read_text())
-                found["responses"] += [row[table["columns"].index("response")] for row in table["data"]]
+                result["responses"] += [row[table["columns"].index("response")] for row in table["data"]]
             if record.run.run_id:
                 config = {each.key: each.value_json for each in record.run.config.update}
-                found["flow"] = json.loads(config["flow"])
+                result["flow"] = json.loads(config["flow"])
             for content in record.artifact.manifest.contents if record.artifact.type == "report" else ():
-                found["report"] = Path(content.local_path).read_text()
-    return found
+                result["report"] = Path(content.local_path).read_text()
+    return result
 
 
 def read_swanlab(folder: Path) -> Found:
@@ -98,18 +98,18 @@ def read_swanlab(folder: Path) -> Found:
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
-    found: Found = {"points": [], "responses": [], "report": ""}
+    result: Found = {"points": [], "responses": [], "report": ""}
     for path in sorted(folder.glob("swanlab/run-*/*.swanlab")):
         for record in records(DataStoreReader(), path, Record):
             if record.HasField("scalar") and record.scalar.key == METRIC:
-                found["points"].append((record.scalar.step, record.scalar.value.number))
+                result["points"].append((record.scalar.step, record.scalar.value.number))
             for item in record.media.value.items if record.HasField("media") else ():
                 table = json.loads((path.parent / "media" / "echarts" / item.filename).read_text())
-                found["responses"] += [row["response"] for row in table["rowData"]]
+                result["responses"] += [row["response"] for row in table["rowData"]]
             if record.HasField("save") and record.save.name == "report.html":
-                found["report"] = Path(record.save.target_path).read_text()
-        found["flow"] = yaml.safe_load((path.parent / "files" / "config.yaml").read_text())["flow"]["value"]
-    return found
+                result["report"] = Path(record.save.target_path).read_text()
+        result["flow"] = yaml.safe_load((path.parent / "files" / "config.yaml").read_text())["flow"]["value"]
+    return result
 
 
 READERS: dict[str, Callable[[Path], Found]] = {

@@ -55,8 +55,8 @@ def make_run(folder: Path, steps: int = 20, response: str = "the answer is 7") -
     writer = MetricsWriter(folder)
     writer.write(before_training({"eval/test/avg@8": 0.31, "eval/test/pass@8": 0.6}))
     for step in range(1, steps + 1):
-        found = {} if step % 5 else {"eval/test/avg@8": 0.31 + 0.55 * step / steps, "eval/test/pass@8": 0.9}
-        writer.write(metrics_of(step) | found)
+        result = {} if step % 5 else {"eval/test/avg@8": 0.31 + 0.55 * step / steps, "eval/test/pass@8": 0.9}
+        writer.write(metrics_of(step) | result)
         rows = rows_of(step)
         texts = [f"{response} ({step})"] * len(rows)
         write_rollouts(rollout_path(folder, step), rows, [f"{step} + {g} = ?" for g in (1, 1, 2, 2)], texts)

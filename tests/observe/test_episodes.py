@@ -151,9 +151,9 @@ def test_the_page_filters_opens_an_episode_and_finds_its_turns(page: PageServer)
     assert status == 200 and "src=" not in html and "http" not in html and "innerHTML" not in html
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert ask(page, "/api/run")[1]["sets"] == ["test"]
-    _, found, _ = ask(page, "/api/rows?min_reward=2.5&ended=stop&sort=-reward&count=1")
-    assert (found["total"], len(found["rows"])) == (2, 1)
-    _, opened, _ = ask(page, f"/api/row?row={found['rows'][0]['row']}")
+    _, result, _ = ask(page, "/api/rows?min_reward=2.5&ended=stop&sort=-reward&count=1")
+    assert (result["total"], len(result["rows"])) == (2, 1)
+    _, opened, _ = ask(page, f"/api/row?row={result['rows'][0]['row']}")
     assert [s["turn"] for s in opened["segments"] if s["kind"] == "model"] == [0, 1, 2]
     assert opened["segments"][3]["tokens"][1]["text"] == WORDS[5]
     assert ask(page, "/api/rows?set=test")[1]["total"] == 2

@@ -94,7 +94,7 @@ def test_every_metric_has_a_curve(run: Path) -> None:
     for name in (*short, *STAGES, "avg@8", "pass@8"):
         assert name in drawn, name
     assert all(f"{title}<" in drawn for title in ("Utilisation", "Memory", "Weight updates"))
-    charts = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', html)]
+    charts = [json.loads(result) for result in re.findall(r'<script type="application/json">(.*?)</script>', html)]
     assert sum(len(chart["traces"]) for chart in charts) >= len(REQUIRED_KEYS) - 2
     assert [len(chart["traces"]) for chart in charts if chart["stacked"]] == [len(STAGES)]
 

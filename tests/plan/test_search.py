@@ -37,16 +37,16 @@ BELL = [1, 1, 2, 5, 15, 52, 203]
 @pytest.mark.parametrize("count", range(7))
 def test_there_are_bells_number_of_partitions_and_each_is_one(count: int) -> None:
     items = "abcdef"[:count]
-    found = {frozenset(frozenset(part) for part in partition) for partition in partitions(items)}
-    assert len(found) == len(list(partitions(items))) == BELL[count]
-    assert all(sorted(item for part in partition for item in part) == list(items) for partition in found)
+    result = {frozenset(frozenset(part) for part in partition) for partition in partitions(items)}
+    assert len(result) == len(list(partitions(items))) == BELL[count]
+    assert all(sorted(item for part in partition for item in part) == list(items) for partition in result)
 
 
 @given(st.integers(1, 16), st.integers(1, 4))
 def test_allocations_are_all_ways_to_divide_the_devices(devices: int, sets: int) -> None:
-    found = list(allocations(devices, sets))
-    assert len(found) == len(set(found)) == math.comb(devices - 1, sets - 1)
-    assert all(sum(sizes) == devices and min(sizes) >= 1 for sizes in found)
+    result = list(allocations(devices, sets))
+    assert len(result) == len(set(result)) == math.comb(devices - 1, sets - 1)
+    assert all(sum(sizes) == devices and min(sizes) >= 1 for sizes in result)
 
 
 @given(st.integers(1, 200), st.integers(1, 16))
@@ -61,12 +61,12 @@ def soonest_of_all(search: Choices, roles: tuple[str, ...], size: int) -> SetCho
     """Return the fastest combination of choices for roles that share devices, by brute force."""
     group = search.problem.cluster.groups[0]
     every = [list(search.every_choice(search.problem.models[role], group, size)) for role in roles]
-    found = [
+    result = [
         one
         for picked in itertools.product(*every)
         if (one := search.together(dict(zip(roles, picked, strict=True)), group, size))
     ]
-    return min(found, key=lambda one: one.busy, default=None)
+    return min(result, key=lambda one: one.busy, default=None)
 
 
 def brute_force(asked: Problem) -> float:
@@ -107,11 +107,11 @@ def test_search_finds_the_optimum_of_brute_force(
     roles = {"reference": {"model": str(small)}, "reward": {"model": str(small)}}
     asked = problem(large, cluster(nodes, devices, memory), roles=roles, rows=16, max_tokens_per_device=96)
     try:
-        found = Search(asked).hybrid()[0].seconds
+        result = Search(asked).hybrid()[0].seconds
     except UserError:
-        found = math.inf
-    assert found == pytest.approx(brute_force(asked), rel=1e-12)
-    assert memory < 8 * MIB or found < math.inf
+        result = math.inf
+    assert result == pytest.approx(brute_force(asked), rel=1e-12)
+    assert memory < 8 * MIB or result < math.inf
 
 
 def test_context_parallelism_is_tried_for_long_rows_alone(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_context_parallelism_is_tried_for_long_rows_alone(tmp_path: Path) -> Non
 
 def test_pruned_search_tries_all_partitions_and_keeps_the_optimum(tmp_path: Path) -> None:
     asked = problem(write_sizes(tmp_path / "m", 64, 2, 2), cluster(2, 8))
-    found = Search(asked, keep=15).hybrid()
-    assert len({frozenset(frozenset(one.roles) for one in plan.sets) for plan in found}) == 15
+    result = Search(asked, keep=15).hybrid()
+    assert len({frozenset(frozenset(one.roles) for one in plan.sets) for plan in result}) == 15
     uncut = Choices(asked)
     every = [
         synchronous_plan(asked, "hybrid", [one for one in sets if one]).seconds
@@ -134,7 +134,7 @@ def test_pruned_search_tries_all_partitions_and_keeps_the_optimum(tmp_path: Path
         for sizes in allocations(16, len(partition))
         if all(sets := [uncut.of_set(r, asked.cluster.groups[0], n) for r, n in zip(partition, sizes, strict=True)])
     ]
-    assert found[0].seconds == min(every)
+    assert result[0].seconds == min(every)
 
 
 @given(st.lists(st.lists(st.floats(0.1, 9), min_size=1, max_size=4), min_size=1, max_size=3))

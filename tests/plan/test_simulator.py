@@ -261,13 +261,13 @@ def test_staleness_of_one_gives_half_more_throughput_with_long_tails() -> None:
 
 
 def test_time_with_an_on_policy_share_lies_between_the_extremes() -> None:
-    found = []
+    results = []
     for staleness, older in ((1, None), (1, 2), (0, None)):
         work = long_tailed_streaming(staleness)
         result = simulate("streaming", replace(work, sizes=replace(work.sizes, older_groups=older)))
         own = [sum(v == n for v in versions) / len(versions) for n, versions in enumerate(result.versions)]
-        found.append((result.seconds_per_iteration(), min(own), sum(own) / len(own)))
-    seconds, least, mean = zip(*found, strict=True)
+        results.append((result.seconds_per_iteration(), min(own), sum(own) / len(own)))
+    seconds, least, mean = zip(*results, strict=True)
     assert seconds[0] < seconds[1] < seconds[2]
     assert least[1] == 0.5 and mean[0] < 0.1 < mean[1] < 0.6 and least[2] == 1
 

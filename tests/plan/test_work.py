@@ -181,8 +181,8 @@ def test_expert_ranks_exchange_rows_and_sum_only_their_experts_gradients(tmp_pat
 def test_plans_search_the_expert_axis_of_mixtures_alone(shape, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     MIXTURE.save_pretrained(tmp_path)
     (group,) = cluster(1, 4).groups
-    found = [layout.expert for layout in layouts(model_shape(tmp_path, torch.float32), 4, group, True, 128)]
-    assert {1, 2, 4} == set(found)
+    result = [layout.expert for layout in layouts(model_shape(tmp_path, torch.float32), 4, group, True, 128)]
+    assert {1, 2, 4} == set(result)
     assert {layout.expert for layout in layouts(shape, 4, group, True, 128)} == {1}
 
 

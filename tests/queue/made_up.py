@@ -169,15 +169,15 @@ def main_program(control: ControlPlane, server: QueueServer, iterations: int, li
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
-            wanted = control.training.schedule.groups_wanted(control.loading.target)
-        if wanted:
-            admit(control, range(groups, groups + wanted))
-            groups += wanted
+            expected = control.training.schedule.groups_wanted(control.loading.target)
+        if expected:
+            admit(control, range(groups, groups + expected))
+            groups += expected
             server.changed()
         with control.changed:
             while control.finished:
                 finished.append(control.finished.popleft())
-        if not wanted and len(finished) < iterations:
+        if not expected and len(finished) < iterations:
             seen = control.wait(seen, 0.1)
     return finished
 

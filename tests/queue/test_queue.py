@@ -423,9 +423,9 @@ def test_later_run_removes_segments_of_killed_run(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture(scope="module")
 def context() -> multiprocessing.context.BaseContext:
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([serve.__module__])
-    return found
+    result = multiprocessing.get_context("forkserver")
+    result.set_forkserver_preload([serve.__module__])
+    return result
 
 
 @settings(max_examples=6)

@@ -59,9 +59,9 @@ def test_a_hundred_kills_of_producers_and_consumers_leave_exact_counts(tmp_path:
         assert queue.usage()["rows"] == 0
     lines = [line.split() for line in (tmp_path / "put.log").read_text().splitlines()]
     put = [first for kind, first in lines if kind == "done"]
-    found = {task: [recorded(tmp_path, task, what) for what in ("begin", "done")] for task in TASKS}
+    result = {task: [recorded(tmp_path, task, what) for what in ("begin", "done")] for task in TASKS}
     for task, first in product(TASKS, (first for kind, first in lines if kind == "begin")):
-        started, told = found[task]
+        started, told = result[task]
         for row in range(int(first), int(first) + 8):
             unresolved = first not in put or started[row] > told[row]
             assert told[row] == 1 or (unresolved and told[row] == 0), f"{task}, row {row}: done {told[row]} times"

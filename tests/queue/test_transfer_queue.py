@@ -62,9 +62,9 @@ def test_tensordict_goes_in_and_out_with_rows_of_any_length() -> None:
         queue.put({"text": ["one", {"two": 2}]}, rows=[0, 1])
         batch = queue.get("train", 2)
         assert batch is not None and batch["text"] == ["one", {"two": 2}]
-        found = batch.tensordict()
-        assert found.batch_size == torch.Size([2]) and torch.equal(found["mask"], torch.eye(2, dtype=torch.bool))
-        assert [row.tolist() for row in found["tokens"].unbind()] == [[0, 1], [0, 1, 2, 3]]
+        result = batch.tensordict()
+        assert result.batch_size == torch.Size([2]) and torch.equal(result["mask"], torch.eye(2, dtype=torch.bool))
+        assert [row.tolist() for row in result["tokens"].unbind()] == [[0, 1], [0, 1, 2, 3]]
 
 
 def test_rows_are_taken_table_by_table_and_by_a_tables_name() -> None:
@@ -151,9 +151,9 @@ def test_an_event_loop_puts_and_takes_at_the_same_time() -> None:
             queue.finish()
 
         writing = asyncio.create_task(write())
-        found = [row async for batch in queue.stream_async("train", 2) for row in batch.rows]
+        result = [row async for batch in queue.stream_async("train", 2) for row in batch.rows]
         await writing
-        return found
+        return result
 
     with TransferQueue.serve({"train": ["x"]}) as queue:
         assert sorted(asyncio.run(both(queue))) == [0, 1, 2, 3, 4]

@@ -111,8 +111,8 @@ def test_several_rewards_are_columns_of_their_own_and_weighted_into_one(folder: 
     roles = placed(folder, {"roles": {**SCORED, "style": {"model": "scorer"}}})["roles"]
     run = train(make_config(folder, "rloo", **changes, roles=roles, output=str(tmp_path), trainer__steps=1))
     rows = read_rollouts(rollout_path(run, 1))
-    wanted = rows["correct"] + 0.25 * rows["reward_score"] - 2.0 * rows["style_score"]
-    assert torch.allclose(rows["score"], wanted, atol=1e-5)
+    expected = rows["correct"] + 0.25 * rows["reward_score"] - 2.0 * rows["style_score"]
+    assert torch.allclose(rows["score"], expected, atol=1e-5)
     assert float(rows["reward_score"].std()) > 0
 
 

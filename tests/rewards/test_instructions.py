@@ -63,11 +63,11 @@ def test_a_rule_tells_what_follows_it_from_what_does_not(name: str) -> None:
     given, follows, does_not = CASES[name]
     # As data of the hub are: keys of other instructions are null.
     example = {"instruction_id_list": [name], "kwargs": [given | {"other": None}]}
-    found = [
+    results = [
         ifeval(response, [{"role": "user", "content": "What is tea?"}], example)
         for response in (follows, does_not, " ")
     ]
-    assert [(one.score, one.correct) for one in found] == [(1.0, True), (0.0, False), (0.0, False)]
+    assert [(one.score, one.correct) for one in results] == [(1.0, True), (0.0, False), (0.0, False)]
 
 
 def test_the_score_is_all_or_with_fraction_the_share() -> None:

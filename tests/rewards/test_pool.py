@@ -35,12 +35,12 @@ def children():
 
 def described(processes):
     """Return the states and commands of the processes that have not ended."""
-    found = []
+    results = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.append((process.pid, process.ppid(), process.status(), process.cmdline()[:8]))
-    return found
+                results.append((process.pid, process.ppid(), process.status(), process.cmdline()[:8]))
+    return results
 
 
 def wait_until(holds, seconds=60.0):
@@ -229,5 +229,5 @@ def test_a_verifier_in_the_temporary_folder_itself_is_called() -> None:
         file.write("def one(response):\n    return 1.0\n")
         file.flush()
         with RewardPool(RewardConfig(processes=1)) as pool:
-            found = pool.submit(Completion("p", "a", "b", {}), resolve(f"{file.name}:one")).result(60)
-    assert found.failure is None and found.score == 1.0
+            results = pool.submit(Completion("p", "a", "b", {}), resolve(f"{file.name}:one")).result(60)
+    assert results.failure is None and results.score == 1.0

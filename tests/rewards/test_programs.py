@@ -220,8 +220,8 @@ def both(index: int) -> dict[str, CallOutcome]:
             Completion("p", f"```python\n{entry[index]}\n```", entry[2], {"answer": entry[2], **entry[3]})
             for entry in FORMS.values()
         ]
-        found = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
-    return dict(zip(FORMS, found, strict=True))
+        results = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
+    return dict(zip(FORMS, results, strict=True))
 
 
 @strict
@@ -300,8 +300,8 @@ def test_what_cannot_be_told_is_the_rows_failure_by_name(fraction: bool) -> None
     verifier = resolve("code", {"fraction": fraction})
     with RewardPool(RewardConfig(sandbox="bubblewrap", timeout_s=60, processes=2)) as pool:
         rows = [Completion("p", f"```python\n{program}\n```", [test]) for program, test, _ in NAMED.values()]
-        found = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
-    for (name, (_, _, said)), one in zip(NAMED.items(), found, strict=True):
+        results = [future.result(600) for future in [pool.submit(row, verifier) for row in rows]]
+    for (name, (_, _, said)), one in zip(NAMED.items(), results, strict=True):
         assert (one.failure == "exception" and re.search(said, one.detail)) or (not said and one.score == 0), (
             name,
             one,

@@ -139,12 +139,12 @@ def test_a_judges_answer_gives_score_and_cost_and_is_cached(
     # The sandbox without a network is for code that is not trusted; a judge is asked from outside of it.
     # The first two requests, which any rows may make, are refused as too many: rows that fail come last.
     words = ["four", "five {answer}", *map(str, range(6)), "silent", "forbidden"]
-    found = outcomes("judge", params, words)
-    assert [one.score for one in found] == [*[0.75] * 8, None, None]
-    assert [one.failure for one in found] == [*[None] * 8, "exception", "exception"]
-    assert "the judge wrote no score: 'I cannot say.'" in found[8].detail and "400 no such model" in found[9].detail
-    assert sum(one.metrics["retries"] for one in found if not one.failure) == 2
-    assert found[0].correct and found[0].metrics | {"retries": 0} == {
+    results = outcomes("judge", params, words)
+    assert [one.score for one in results] == [*[0.75] * 8, None, None]
+    assert [one.failure for one in results] == [*[None] * 8, "exception", "exception"]
+    assert "the judge wrote no score: 'I cannot say.'" in results[8].detail and "400 no such model" in results[9].detail
+    assert sum(one.metrics["retries"] for one in results if not one.failure) == 2
+    assert results[0].correct and results[0].metrics | {"retries": 0} == {
         "prompt_tokens": 100,
         "completion_tokens": 20,
         "cost": (100 * 2 + 20 * 10) / 1e6,
@@ -183,33 +183,33 @@ SAID = {
 
 def test_a_judges_score_is_read_with_its_markup_and_refused_beyond_its_scale(service: Service) -> None:
     params = {"url": f"http://127.0.0.1:{service.port}/v1", "model": "m", "template": "SAY {response}"}
-    found = dict(zip(SAID, outcomes("judge", params, [*SAID]), strict=True))
-    assert {text: one.score for text, one in found.items()} == SAID
-    assert all("scale" in found[text].detail for text in ("Score: 85", "Score: 8/100", "Score: -3", "Score: 1e2"))
+    results = dict(zip(SAID, outcomes("judge", params, [*SAID]), strict=True))
+    assert {text: one.score for text, one in results.items()} == SAID
+    assert all("scale" in results[text].detail for text in ("Score: 85", "Score: 8/100", "Score: -3", "Score: 1e2"))
 
 
 def test_a_judge_of_another_scale_and_pattern_has_its_own_bounds(service: Service) -> None:
     url = f"http://127.0.0.1:{service.port}/v1"
     params = {"url": url, "model": "m", "template": "SAY {response}", "pattern": r"is (-?[0-9]+)", "scale": 100}
-    found = outcomes("judge", params, ["it is 85", "it is -20", "it is 101"])
-    assert [one.score for one in found] == [0.85, -0.2, None]
+    results = outcomes("judge", params, ["it is 85", "it is -20", "it is 101"])
+    assert [one.score for one in results] == [0.85, -0.2, None]
 
 
 @pytest.mark.parametrize(("place", "said"), [("elsewhere", "307"), ("large", "bytes")])
 def test_a_judge_that_redirects_or_answers_without_end_fails_its_row(service: Service, place: str, said: str) -> None:
     params = {"url": f"http://127.0.0.1:{service.port}/{place}", "model": "m", "template": "SAY {response}"}
-    (found,) = outcomes("judge", params, ["Score: 9"])
-    assert found.failure == "exception" and said in found.detail and not service.asked
+    (result,) = outcomes("judge", params, ["Score: 9"])
+    assert result.failure == "exception" and said in result.detail and not service.asked
 
 
 def test_a_reward_server_is_asked_for_rows_together_and_answers_for_each(service: Service) -> None:
     words = ["half", "right", "both", "odd"] * 4
     service.busy = 1
     params = {"url": f"http://127.0.0.1:{service.port}/rewards", "batch": 8, "wait_s": 0.001}
-    found = outcomes("remote", params, words)
-    assert [(one.score, one.correct) for one in found[:3]] == [(0.5, None), (None, True), (0.25, True)]
-    assert found[3].failure == "exception" and "no such language" in found[3].detail
-    assert [one.score for one in found] == [one.score for one in found[:4]] * 4
+    results = outcomes("remote", params, words)
+    assert [(one.score, one.correct) for one in results[:3]] == [(0.5, None), (None, True), (0.25, True)]
+    assert results[3].failure == "exception" and "no such language" in results[3].detail
+    assert [one.score for one in results] == [one.score for one in results[:4]] * 4
     items = [item for body in service.asked for item in body["items"]]
     assert (
         sorted(item["response"] for item in items) == sorted(words)
@@ -225,8 +225,8 @@ def test_a_reward_server_is_asked_for_rows_together_and_answers_for_each(service
 
 
 def test_an_unreachable_server_fails_each_row_after_its_retries() -> None:
-    (found,) = outcomes("remote", {"url": "http://127.0.0.1:9/rewards", "retries": 2, "wait_s": 0.001}, ["half"])
-    assert found.failure == "exception" and "3 requests, the last one ClientConnectorError" in found.detail
+    (result,) = outcomes("remote", {"url": "http://127.0.0.1:9/rewards", "retries": 2, "wait_s": 0.001}, ["half"])
+    assert result.failure == "exception" and "3 requests, the last one ClientConnectorError" in result.detail
 
 
 def test_a_missing_key_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def log_prob(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> float:
 
 
 def test_held_out_pairs_of_dpo_are_ranked_by_the_implied_reward(workshop: Workshop) -> None:
-    found = given(workshop, "dpo", 2)
+    result = given(workshop, "dpo", 2)
     path = workshop.folder / "dpo" / "checkpoints" / "step-1" / "actor"
     policy, before = (AutoModelForCausalLM.from_pretrained(m, dtype=torch.float64) for m in (path, workshop.model))
     rows, margins = read_rollouts(rollout_path(workshop.folder / "dpo", 1, "held_out")), list[float]()
@@ -62,12 +62,12 @@ def test_held_out_pairs_of_dpo_are_ranked_by_the_implied_reward(workshop: Worksh
             rewards.append(log_prob(policy, prompt, response) - log_prob(before, prompt, response))
         margins.append(rewards[0] - rewards[1])
     assert len(margins) == 3
-    assert found["eval/held_out/margin"] == pytest.approx(sum(margins) / 3, abs=1e-9)
-    assert found["eval/held_out/pair_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 3)
+    assert result["eval/held_out/margin"] == pytest.approx(sum(margins) / 3, abs=1e-9)
+    assert result["eval/held_out/pair_accuracy"] == pytest.approx(sum(m > 0 for m in margins) / 3)
 
 
 def test_held_out_responses_of_sft_have_a_loss_per_token(workshop: Workshop) -> None:
-    found = given(workshop, "sft", 1)
+    result = given(workshop, "sft", 1)
     model = AutoModelForCausalLM.from_pretrained(
         workshop.folder / "sft" / "checkpoints" / "step-1" / "actor", dtype=torch.float64
     )
@@ -76,7 +76,7 @@ def test_held_out_responses_of_sft_have_a_loss_per_token(workshop: Workshop) -> 
         tokens, length = rows["tokens"][row].long(), int(rows["prompt_length"][row])
         total += log_prob(model, tokens[:length], tokens[length:])
         count += len(tokens) - length
-    assert found["eval/held_out/loss"] == pytest.approx(-total / count, abs=1e-9)
+    assert result["eval/held_out/loss"] == pytest.approx(-total / count, abs=1e-9)
     assert AutoTokenizer.from_pretrained(workshop.model).eos_token_id == int(rows["tokens"][0][-1])
 
 

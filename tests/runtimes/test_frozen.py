@@ -48,10 +48,10 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
 def stop(run: subprocess.Popen[str], name: str) -> int:
     """Stop a process of a run by its name; return its number."""
     for _ in range(1200):
-        found = [process for process in descendants(run.pid) if name_of(process).startswith(name)]
-        if found:
-            os.kill(found[0], signal.SIGSTOP)
-            return found[0]
+        result = [process for process in descendants(run.pid) if name_of(process).startswith(name)]
+        if result:
+            os.kill(result[0], signal.SIGSTOP)
+            return result[0]
         time.sleep(0.05)
     raise AssertionError(f"no {name} among {sorted(map(name_of, descendants(run.pid)))}")
 
@@ -81,13 +81,13 @@ def test_stopped_process_is_named_and_run_continues_or_ends(workshop: Workshop, 
                     time.sleep(0.05)
                 wait_for_steps(folder, steps + 5, process, NOTICED_S)
                 process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=NOTICED_S)
+            _, output = process.communicate(timeout=NOTICED_S)
         finally:
             process.kill()
-    assert f"{name}" in said and "was stopped for" in said and f"process {stopped}" in said, said
-    assert "Traceback" not in said, said
-    assert process.returncode == (130 if goes_on else 1), said
-    assert goes_on or any(line.startswith("braid: ") or "go on with" in line for line in said.splitlines()), said
+    assert f"{name}" in output and "was stopped for" in output and f"process {stopped}" in output, output
+    assert "Traceback" not in output, output
+    assert process.returncode == (130 if goes_on else 1), output
+    assert goes_on or any(line.startswith("braid: ") or "go on with" in line for line in output.splitlines()), output
     assert not still_there(processes)
 
 
@@ -103,10 +103,10 @@ def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> Non
             process.send_signal(signal.SIGSTOP)
             time.sleep(3 * SILENCE_S)
             process.send_signal(signal.SIGCONT)
-            _, said = process.communicate(timeout=120)
+            _, output = process.communicate(timeout=120)
         finally:
             process.kill()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, output
     assert metrics_agree(workshop.folder / "run", undisturbed)
 
 

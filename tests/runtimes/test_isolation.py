@@ -81,9 +81,9 @@ def train(shop: Workshop, name: str, runtime: str, steps: int, *resumed: object)
         trainer={"steps": steps, "prompts_per_step": 2, "checkpoint_every": 1, "max_restarts": 12},
     )
     with braid("train", *(resumed or (config,)), folder=shop.folder) as process:
-        _, said = process.communicate(timeout=250)
-    assert process.returncode == 0, said
-    return said
+        _, output = process.communicate(timeout=250)
+    assert process.returncode == 0, output
+    return output
 
 
 @pytest.fixture(scope="module")

@@ -103,9 +103,9 @@ def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(worksh
         ({"flow": str(ROOT / "tests" / "runtimes" / "league.yaml")}, "no loss trains"),
     ):
         config = workshop.config("refused", **merged(merged(flow, shared), changes))
-        wanted = build_flow(config)
+        expected = build_flow(config)
         with pytest.raises(UserError, match=f"rollout.shared_base.*{named}"):
-            deploy(config, wanted).check(wanted)
+            deploy(config, expected).check(expected)
 
 
 @pytest.mark.soak

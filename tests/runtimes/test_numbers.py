@@ -70,8 +70,8 @@ def test_a_score_beyond_the_limit_is_its_rows_counted_failure(workshop: Workshop
 def test_implausible_learning_rate_is_reported(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = {"steps": 1, "learning_rate": 100.0}
     workshop.run("fast", trainer=trainer)
-    said = capsys.readouterr()
-    assert "learning rate of actor is 100" in said.out + said.err
+    output = capsys.readouterr()
+    assert "learning rate of actor is 100" in output.out + output.err
     workshop.run("usual", trainer={"steps": 1})
-    said = capsys.readouterr()
-    assert "learning rate" not in said.out + said.err
+    output = capsys.readouterr()
+    assert "learning rate" not in output.out + output.err

@@ -48,14 +48,14 @@ def test_a_lost_process_is_replaced_without_user_action(workshop: Workshop, case
             for steps in moments:
                 wait_for_steps(folder, steps, process)
                 killed.append(kill(process.pid, victim, killed))
-            _, said = process.communicate(timeout=180)
+            _, output = process.communicate(timeout=180)
         finally:
             process.kill()
-    assert process.returncode == 0 and said.count("starts again by itself") == len(moments), said
+    assert process.returncode == 0 and output.count("starts again by itself") == len(moments), output
     assert metrics_agree(folder, quiet)
     # Before the first checkpoint the others have no state to resume, except ranks, which have it in memory.
-    assert said.count("the others go on") == {"streaming": 2, "distributed": 1, "hybrid": 1}[case]
-    assert said.count("from memory") == {"streaming": 2, "distributed": 2, "hybrid": 0}[case]
+    assert output.count("the others go on") == {"streaming": 2, "distributed": 1, "hybrid": 1}[case]
+    assert output.count("from memory") == {"streaming": 2, "distributed": 2, "hybrid": 0}[case]
 
 
 def kill_node_of_a_worker(nodes: RayNodes) -> None:
@@ -85,13 +85,13 @@ def test_a_run_continues_after_the_loss_of_its_workers_node(workshop: Workshop, 
             if comes_back:
                 wait_for_steps(folder, 8, process)
                 nodes.add(1)
-            _, said = process.communicate(timeout=240)
+            _, output = process.communicate(timeout=240)
         finally:
             process.kill()
             nodes.close()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, output
     if comes_back:
-        assert "continues with 1 of 2 workers" in said and "continues with 2 of 2 workers" in said, said
+        assert "continues with 1 of 2 workers" in output and "continues with 2 of 2 workers" in output, output
     else:
-        assert said.count("starts again by itself") == 1, said
+        assert output.count("starts again by itself") == 1, output
     assert metrics_agree(folder, quiet)

@@ -83,7 +83,7 @@ def test_a_loop_by_hand_trains_as_the_recipe_does(
     recipe = workshop.run("recipe", **settings())
     metrics = grpo_by_hand(workshop.config("by-hand", **settings(runtime)), workshop.folder / "saved", old)
     assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
-    assert len(metrics) == STEPS and all(found["actor/grad_norm"] > 0 for found in metrics)
+    assert len(metrics) == STEPS and all(result["actor/grad_norm"] > 0 for result in metrics)
 
 
 def two_objectives(config: Config, folder: Path) -> dict[str, float]:
@@ -96,9 +96,9 @@ def two_objectives(config: Config, folder: Path) -> dict[str, float]:
         session.actor.forward_backward(rows, **clipped)
         session.actor.forward_backward(rows.take(list(range(8))), loss="sft", aggregate="seq-mean-token-sum")
         session.actor.optim_step(learning_rate=2e-3, betas=(0.5, 0.6), epsilon=1e-3, max_grad_norm=0.1)
-        found = session.metrics()
+        result = session.metrics()
         session.save(folder)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("runtime", ["eager", "hybrid"])
@@ -109,9 +109,9 @@ def test_objectives_that_are_accumulated_and_stepped_once_equal_their_sum(
     del tree["trainer"]["rows_per_update"]
     metrics = two_objectives(workshop.config("apart", **tree), workshop.folder / "apart")
     # The sum of both losses, by one backward pass.
-    wanted, norm = summed_by_hand(workshop.config("by-hand", **{**tree, "runtime": "eager"}))
+    expected, norm = summed_by_hand(workshop.config("by-hand", **{**tree, "runtime": "eager"}))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-7)
-    assert_same_weights(load_file(workshop.folder / "apart" / "actor" / "model.safetensors"), wanted)
+    assert_same_weights(load_file(workshop.folder / "apart" / "actor" / "model.safetensors"), expected)
 
 
 def summed_by_hand(config: Config) -> tuple[dict[str, torch.Tensor], float]:
@@ -374,13 +374,13 @@ def test_scoring_role_uses_its_own_tokenizer(workshop: Workshop, warm_cluster: W
             return rows, session.index(rows)["reward_score"]
 
     rows, expected = scored(same)
-    _, found = scored(other)
+    _, result = scored(other)
     # A random model also samples padding, which is not text.
     texts = [number for number in range(len(rows)) if TOKENIZER.pad_token_id not in rows["tokens"][number].tolist()]
     ended = [rows["tokens"][number].tolist()[-1] == TOKENIZER.eos_token_id for number in texts]
     assert len(texts) > 4 and any(ended) and not all(ended)
-    assert torch.allclose(found[texts], expected[texts], atol=1e-12) and len(set(expected[texts].tolist())) > 4
-    assert torch.allclose(scored(other, runtime="hybrid")[1], found, atol=1e-12)
+    assert torch.allclose(result[texts], expected[texts], atol=1e-12) and len(set(expected[texts].tolist())) > 4
+    assert torch.allclose(scored(other, runtime="hybrid")[1], result, atol=1e-12)
 
 
 def test_role_with_compared_tokens_refuses_own_tokenizer(workshop: Workshop) -> None:

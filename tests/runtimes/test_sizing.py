@@ -157,8 +157,8 @@ def test_an_evaluation_on_a_device_that_is_not_there_is_refused_in_one_line(work
 
 def test_a_role_that_follows_another_has_no_optimizer_on_the_devices_of_any_runtime(workshop: Workshop) -> None:
     sections = {"flow": str(FOLLOWING), "rollout": {"slots": None}}
-    found = []
+    result = []
     for runtime in ("hybrid", "streaming"):
         groups = sizing.device_groups(without_data(workshop.config(runtime=runtime, **sections)).deployment)
-        found.append({use.role: use.trained for group in groups for use in group.uses if not use.apart})
-    assert found[0] == found[1] == {"actor": True, "reference": False}
+        result.append({use.role: use.trained for group in groups for use in group.uses if not use.apart})
+    assert result[0] == result[1] == {"actor": True, "reference": False}

@@ -80,11 +80,11 @@ def recorded_hello(address: str, secret: str, name: str, memory: str) -> bytes:
 
 def memory() -> int:
     """Return the private memory of the run's processes, in bytes."""
-    found = 0
+    result = 0
     for process in family():
         with contextlib.suppress(psutil.Error):
-            found += psutil.Process(process).memory_full_info().uss
-    return found
+            result += psutil.Process(process).memory_full_info().uss
+    return result
 
 
 @pytest.mark.parametrize(("count", "steps"), [(60, 2), pytest.param(100_000, 60, marks=pytest.mark.soak)])
@@ -133,5 +133,5 @@ def test_store_keys_cannot_be_guessed(tmp_path: Path) -> None:
     """Ranks meet under keys that begin with their run's secret."""
     from braidrl.cluster.ranks import run_ranks
 
-    found = run_ranks("tests.cluster.ranks:keys_of_strangers", {}, 2, 60.0)
-    assert found == [False, False]
+    of_ranks = run_ranks("tests.cluster.ranks:keys_of_strangers", {}, 2, 60.0)
+    assert of_ranks == [False, False]

@@ -49,14 +49,14 @@ def eager(workshop: Workshop) -> Path:
 
 def expected(model: Any, rows: Any, row: int) -> torch.Tensor:
     """Return the log-probs of the two likeliest tokens at each action of a row, (A, 2), by transformers' forward."""
-    found, start = [], 0
+    result, start = [], 0
     for length in rows["sequence_lengths"][row].tolist():
         ids, actions = (rows[name][row][start : start + length] for name in ("tokens", "action_mask"))
         with torch.no_grad():
             log_probs = (model(ids[None]).logits[0, :-1] / 0.8).log_softmax(-1)
-        found.append(log_probs.topk(2, -1).values[actions[1:]])
+        result.append(log_probs.topk(2, -1).values[actions[1:]])
         start += length
-    return torch.cat(found)
+    return torch.cat(result)
 
 
 def check_columns(workshop: Workshop, run: Path, steps: int) -> None:

@@ -367,14 +367,14 @@ class SimulatedRun:
             return
         schedule = self.stream.schedule
         before = schedule.opened, schedule.lookahead
-        wanted = schedule.groups_wanted(self.control.loading.target)
+        expected = schedule.groups_wanted(self.control.loading.target)
         if before != (schedule.opened, schedule.lookahead):
             self.control.change(lambda: None)
             self.parking.retry(self.clock.now)
-        if wanted:
+        if expected:
             first = schedule.sampling.admitted + 1
             self.admitting = True
-            self.clock.after(0.05, partial(self._made, range(first, first + wanted)))
+            self.clock.after(0.05, partial(self._made, range(first, first + expected)))
 
     def _made(self, groups: range) -> None:
         self.admitting, self.touched = False, True

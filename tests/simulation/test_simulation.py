@@ -17,7 +17,7 @@ PROCESSES = 2
 
 
 def test_a_hundred_disturbed_runs_keep_every_invariant() -> None:
-    broken = {seed: found for seed in range(SEEDS) if (found := failure(drawn(seed)))}
+    broken = {seed: result for seed in range(SEEDS) if (result := failure(drawn(seed)))}
     assert not broken, broken
 
 
@@ -47,7 +47,7 @@ def test_a_planted_fault_is_found_and_shrunk(fault: Fault) -> None:
     with planted(fault):
         seed = next(seed for seed in range(FAULT_SEEDS) if failure(drawn(seed)))
         short = shrunk(drawn(seed))
-        found = failure(short)
-        assert found and failure(short) == found and len(short.events) <= 20
+        result = failure(short)
+        assert result and failure(short) == result and len(short.events) <= 20
     assert not failure(short), "without the fault the same events do no harm"
-    print(f"{fault.__name__}: seed {seed}, {len(drawn(seed).events)} events, shrunk to {short.events}: {found}")
+    print(f"{fault.__name__}: seed {seed}, {len(drawn(seed).events)} events, shrunk to {short.events}: {result}")

@@ -102,8 +102,8 @@ class Chaos:
         if not (folder / "report.html").exists():
             shutil.rmtree(folder, ignore_errors=True)
             process = self.run("train", self.config(folder.name, kind))
-            _, said = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, said
+            _, output = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, output
         return folder
 
     def one(self, first: int, runtime: str) -> list[Row]:
@@ -145,12 +145,12 @@ class Chaos:
 
     def leftovers(self, seen: Iterable[int]) -> list[str]:
         """Return the leftovers shortly after the end: processes, shared memory, ports."""
-        limit, found = time.monotonic() + 15, ["?"]
-        while found and time.monotonic() < limit:
+        limit, result = time.monotonic() + 15, ["?"]
+        while result and time.monotonic() < limit:
             time.sleep(0.2)
-            found = [f"left: {name_of(process)}" for process in seen if not has_ended(process)]
-            found += [f"left: {path.name}" for path in self.memory.iterdir() if not path.name.endswith(".owner")]
-        return found
+            result = [f"left: {name_of(process)}" for process in seen if not has_ended(process)]
+            result += [f"left: {path.name}" for path in self.memory.iterdir() if not path.name.endswith(".owner")]
+        return result
 
 
 class Disturbed:
@@ -209,9 +209,9 @@ class Disturbed:
 
     def said(self) -> str:
         """Return the output of a process of the run that has ended; a traceback is a violation."""
-        _, said = self.process.communicate(timeout=10)
-        self.troubles += [f"a traceback: {said[said.index(TRACEBACK) :][:2000]!r}"] if TRACEBACK in said else []
-        return said
+        _, output = self.process.communicate(timeout=10)
+        self.troubles += [f"a traceback: {output[output.index(TRACEBACK) :][:2000]!r}"] if TRACEBACK in output else []
+        return output
 
     def resume(self) -> None:
         """Resume the run after its end."""

@@ -63,10 +63,10 @@ def test_ten_million_rows_are_mapped_and_start_fast(tmp_path: Path) -> None:
         )
         for rank in range(RANKS)
     ]
-    found = [json.loads(rank.communicate()[0]) for rank in ranks]
-    for rank, one in enumerate(found):
+    content = [json.loads(rank.communicate()[0]) for rank in ranks]
+    for rank, one in enumerate(content):
         print(f"rank {rank}: {one['mb']:.0f} MB beyond the model, first batch after {one['first_s']:.2f} s")
-    drawn = [line for one in found for line in one["drawn"]]
+    drawn = [line for one in content for line in one["drawn"]]
     assert len(drawn) == len(set(drawn)) == BATCH * BATCHES, "each rank drew its own part"
     assert max(drawn) > 0.99 * ROWS and min(drawn) < 0.01 * ROWS
-    assert all(one["mb"] < 300 and one["first_s"] < 5 for one in found)
+    assert all(one["mb"] < 300 and one["first_s"] < 5 for one in content)

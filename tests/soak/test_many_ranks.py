@@ -27,8 +27,8 @@ def test_sixteen_ranks_train_save_and_resume_with_eight_within_256_open_files(tm
     for arguments in ([config], ["--resume", folder, "workers=8", "trainer.steps=4"]):
         start = time.monotonic()
         with braid("train", *arguments, folder=tmp_path, prefix=FEW_FILES) as process:
-            _, said = process.communicate(timeout=900)
+            _, output = process.communicate(timeout=900)
         print(f"{arguments[-1]}: {time.monotonic() - start:.0f} s")
-        assert process.returncode == 0, said
+        assert process.returncode == 0, output
     assert recorded_steps(folder) == [1, 2, 3, 4] and rollout_path(folder, 1).is_file(), "one file for each machine"
     assert metrics_agree(folder, quiet)

@@ -37,14 +37,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model = fetching.fetch()
     except fetching.Unavailable as error:
         pytest.skip(str(error))
-    folder, found = tmp_path_factory.mktemp("real"), {}
+    folder, result = tmp_path_factory.mktemp("real"), {}
     trained, _ = load_module(SMOLLM2 / "tasks.py").sums()
     data = folder / "sums.jsonl"
     data.write_text("".join(json.dumps(example) + "\n" for example in trained))
     for name, overrides in RUNS.items():
         if name == "vllm" and (python := vllm_python()) is not None:
             overrides = [*overrides, f"rollout.python={python}"]
-        found[name] = train(
+        result[name] = train(
             load_config(
                 SMOLLM2 / "sums.yaml",
                 [
@@ -64,7 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 ],
             )
         )
-    return found
+    return result
 
 
 def prompts_of(run: Path) -> list[list[str]]:
@@ -82,8 +82,8 @@ def test_runtime_trains_on_same_prompts_and_generated_tokens(runs: dict[str, Pat
     lines, eager = read_metrics(runs[name]), read_metrics(runs["eager"])
     assert prompts_of(runs[name]) == prompts_of(runs["eager"])
     gap = max(line["train/rollout_log_prob_gap"] for line in lines)
-    rewards = [[line["reward/mean"] for line in found] for found in (lines, eager)]
+    rewards = [[line["reward/mean"] for line in result] for result in (lines, eager)]
     print(f"{name}: gap {gap:.1e} nats, rewards {' '.join(f'{reward:.3f}' for reward in rewards[0])}")
     assert gap < 1e-4
-    noise = (sum(max(stdev(found), 0.01) ** 2 for found in rewards) / STEPS) ** 0.5
+    noise = (sum(max(stdev(result), 0.01) ** 2 for result in rewards) / STEPS) ** 0.5
     assert abs(fmean(rewards[0]) - fmean(rewards[1])) < 4 * noise

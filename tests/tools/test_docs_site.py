@@ -51,11 +51,11 @@ def test_every_public_name_of_the_package_is_on_a_page(site: Path) -> None:
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     shown = {line.split()[0] for line in inventory.splitlines()}
     modules = pages.modules(ROOT / "braidrl")
-    wanted = {pages.dotted(path) for path in modules}
+    expected = {pages.dotted(path) for path in modules}
     for path in modules:
-        wanted |= set(public_names(ast.parse(path.read_text()).body, pages.dotted(path)))
-    assert len(wanted) > 1000
-    assert not wanted - shown
+        expected |= set(public_names(ast.parse(path.read_text()).body, pages.dotted(path)))
+    assert len(expected) > 1000
+    assert not expected - shown
 
 
 def test_every_page_written_by_hand_is_in_the_site(site: Path) -> None:
@@ -66,7 +66,7 @@ def test_every_page_written_by_hand_is_in_the_site(site: Path) -> None:
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     # The theme's script loads mermaid from another host for pages with an element of that class.
     loaded = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="?(https?:[^ ">]+)|class="?(mermaid)\b')
-    assert not [(page, found) for page in site.rglob("*.html") for found in loaded.findall(page.read_text())]
+    assert not [(page, result) for page in site.rglob("*.html") for result in loaded.findall(page.read_text())]
 
 
 def test_drawings_and_tables_in_docstrings_stay_as_they_are() -> None:

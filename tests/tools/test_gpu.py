@@ -20,10 +20,10 @@ def test_the_cpu_twin_of_make_gpu_runs_every_part(tmp_path: Path, capsys: pytest
     shapes = [shape.name for shape in SHAPES["tiny"]]
     parts = [name for name, (_, packages) in CHECKS.items() if not lacking(packages)]
     parts += ["linear attention", "rates", *(f"{table}, {shape}" for shape in shapes for table in TABLES)]
-    found = json.loads((tmp_path / "cpu.json").read_text())["parts"]
-    assert list(found) == parts and not record.failed
-    assert {part["status"] for part in found.values()} == {"ok"}
-    (step,) = found["GRPO step, tiny"]["found"]
+    content = json.loads((tmp_path / "cpu.json").read_text())["parts"]
+    assert list(content) == parts and not record.failed
+    assert {part["status"] for part in content.values()} == {"ok"}
+    (step,) = content["GRPO step, tiny"]["found"]
     assert step["seconds"] > 0 and "| GRPO step, tiny: model |" in (tmp_path / "cpu.md").read_text()
-    said = capsys.readouterr().out
-    assert all(f"{name}: ok" in said for name in parts), "each part prints as it ends"
+    output = capsys.readouterr().out
+    assert all(f"{name}: ok" in output for name in parts), "each part prints as it ends"

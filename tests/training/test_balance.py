@@ -83,16 +83,16 @@ def test_the_auxiliary_loss_equals_a_plain_loop(of: str) -> None:
     torch.manual_seed(0)
     scores, offsets = torch.randn(9, 2, 4, dtype=torch.float64).softmax(-1), torch.tensor([0, 5, 5, 9])
     routes = scores.topk(2).indices
-    wanted = torch.zeros(9, dtype=torch.float64)
+    expected = torch.zeros(9, dtype=torch.float64)
     last = torch.rand(1, 2, 4, dtype=torch.float64)  # shares of the last step's whole batch
     for start, end in ((0, 5), (5, 9)):
         for layer in range(2):
             for expert in range(4):
                 of_row = float((routes[start:end, layer] == expert).sum()) / (2 * (end - start))
                 share = of_row if of == "row" else float(last[0, layer, expert])
-                wanted[start:end] += 4 * share * scores[start:end, layer, expert]
+                expected[start:end] += 4 * share * scores[start:end, layer, expert]
     shares = row_shares(routes, 4, offsets) if of == "row" else last
-    torch.testing.assert_close(auxiliary_loss(scores, shares), wanted)
+    torch.testing.assert_close(auxiliary_loss(scores, shares), expected)
     logits = scores.log()
     torch.testing.assert_close(z_loss(logits + 2), torch.full((9,), 8.0, dtype=torch.float64))
 
@@ -111,7 +111,7 @@ def test_shares_of_the_last_batch_balance_any_packing_and_are_resumed(models: di
 
 
 def test_balance_losses_have_the_same_gradient_in_any_packing(models: dict[str, str]) -> None:
-    found = []
+    result = []
     for more in (
         {},
         {"max_tokens_per_device": 4096},
@@ -119,15 +119,15 @@ def test_balance_losses_have_the_same_gradient_in_any_packing(models: dict[str, 
     ):
         worker = make_worker(models["qwen3_moe"], {"auxiliary": 0.5, "z": 0.1}, **more)
         metrics, loads = step(worker)
-        found.append((metrics | loads, worker.full_state_dict()))
+        result.append((metrics | loads, worker.full_state_dict()))
     plain = make_worker(models["qwen3_moe"], {})
     step(plain)
-    for metrics, weights in found[1:]:
-        assert metrics == pytest.approx(found[0][0], rel=1e-5)
+    for metrics, weights in result[1:]:
+        assert metrics == pytest.approx(result[0][0], rel=1e-5)
         # Routers compute scores in float32.
-        assert all(torch.allclose(weights[name], tensor, atol=2e-5) for name, tensor in found[0][1].items())
+        assert all(torch.allclose(weights[name], tensor, atol=2e-5) for name, tensor in result[0][1].items())
     routers = {name: tensor for name, tensor in plain.full_state_dict().items() if name.endswith("gate.weight")}
-    assert all(float((found[0][1][name] - tensor).abs().max()) > 1e-3 for name, tensor in routers.items())
+    assert all(float((result[0][1][name] - tensor).abs().max()) > 1e-3 for name, tensor in routers.items())
 
 
 def test_frozen_routers_stay_and_the_rest_trains(models: dict[str, str]) -> None:

@@ -22,8 +22,8 @@ def test_rates_of_a_cuda_device_are_its_makers_figures(
     monkeypatch: pytest.MonkeyPatch, name: str, operations: float, bandwidth: float
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
-    found = own_rates(torch.device("cuda"), 1)
-    assert found is not None and (found.operations["bfloat16"], found.bandwidth) == (operations, bandwidth)
+    result = own_rates(torch.device("cuda"), 1)
+    assert result is not None and (result.operations["bfloat16"], result.bandwidth) == (operations, bandwidth)
 
 
 def test_an_unlisted_device_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,20 +85,20 @@ def test_block_scaled_fp8_weights_are_decoded_when_read(tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["qwen3"])
     folder = tmp_path
     saved: dict[str, torch.Tensor] = {}
-    wanted = load_file(folder / "model.safetensors")
-    for name, values in wanted.items():
+    expected = load_file(folder / "model.safetensors")
+    for name, values in expected.items():
         saved[name] = values
         if name.endswith("proj.weight"):
             scales = 0.5 + torch.rand(-(-len(values) // 16), -(-values.shape[1] // 16))
             every = scales.repeat_interleave(16, 0)[: len(values)].repeat_interleave(16, 1)[:, : values.shape[1]]
             saved[name], saved[f"{name}_scale_inv"] = (values / every).to(torch.float8_e4m3fn), scales
-            wanted[name] = saved[name].float() * every
+            expected[name] = saved[name].float() * every
     save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (folder / "config.json").write_text(json.dumps(settings))
     model = load_decoder(folder)
-    assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
     assert "quantization_config" not in model.config.to_dict()
     settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(settings))

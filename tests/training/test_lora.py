@@ -52,8 +52,8 @@ def gradients(worker: RoleWorker) -> dict[str, torch.Tensor]:
     assert worker.optimizer is not None
     worker.forward_backward(Objective.of("actor", OBJECTIVE), make_rows(), Sums())
     names = {id(p): name for name, p in worker.model.named_parameters()}
-    found = zip(worker.optimizer.parameters, worker.optimizer.sums.pop("tokens"), strict=True)
-    return {names[id(p)]: gradient for p, gradient in found if gradient is not None}
+    result = zip(worker.optimizer.parameters, worker.optimizer.sums.pop("tokens"), strict=True)
+    return {names[id(p)]: gradient for p, gradient in result if gradient is not None}
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
@@ -77,9 +77,9 @@ def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
             of_weights[f"{layer}.weight"],
         )
         assert up.abs().max() > 0
-        found = of_adapters[f"{layer}.lora_A.default.weight"], of_adapters[f"{layer}.lora_B.default.weight"]
-        torch.testing.assert_close(found[0], scaling * up.T @ of_weight, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(found[1], scaling * of_weight @ down.T, rtol=1e-9, atol=1e-9)
+        result = of_adapters[f"{layer}.lora_A.default.weight"], of_adapters[f"{layer}.lora_B.default.weight"]
+        torch.testing.assert_close(result[0], scaling * up.T @ of_weight, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result[1], scaling * of_weight @ down.T, rtol=1e-9, atol=1e-9)
 
 
 def test_export_is_an_equal_plain_model_and_peft_loads_the_adapters(
@@ -126,9 +126,9 @@ def test_adapters_of_experts_have_the_chain_rules_gradient_and_peft_reads_them(t
         module, _, leaf = stack.rpartition(".")
         down, up = tensors[f"{module}.lora_A.{leaf}"], tensors[f"{module}.lora_B.{leaf}"]
         assert up.abs().max() > 0
-        found = of_adapters[f"{module}.lora_A.{leaf}"], of_adapters[f"{module}.lora_B.{leaf}"]
-        torch.testing.assert_close(found[0], scaling * up.mT @ of_weights[stack], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(found[1], scaling * of_weights[stack] @ down.mT, rtol=1e-9, atol=1e-9)
+        result = of_adapters[f"{module}.lora_A.{leaf}"], of_adapters[f"{module}.lora_B.{leaf}"]
+        torch.testing.assert_close(result[0], scaling * up.mT @ of_weights[stack], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(result[1], scaling * of_weights[stack] @ down.mT, rtol=1e-9, atol=1e-9)
     source = AutoModelForCausalLM.from_pretrained(tmp_path / "mixture", dtype=torch.float64)
     by_peft = PeftModel.from_pretrained(source, str(tmp_path / "merged" / ADAPTER)).double().merge_and_unload()
     for name, tensor in plain.model.state_dict().items():
@@ -150,9 +150,9 @@ def test_only_adapters_have_masters_and_moments(tiny_models: dict[str, Path]) ->
     per_layer = 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 48) * 3)
     assert sum(master.numel() for master in worker.optimizer.masters) == 2 * per_layer
     shape = model_shape(tiny_models["qwen3"], torch.bfloat16, lora=LoraConfig(**LORA))
-    found = resident_bytes(shape, trained=True)
-    assert found["AdamW moments"] == 2 * found["master weights"] == 2 * 4 * 2 * per_layer
-    assert found["weights"] == 2 * sum(p.numel() for p in worker.model.parameters())
+    result = resident_bytes(shape, trained=True)
+    assert result["AdamW moments"] == 2 * result["master weights"] == 2 * 4 * 2 * per_layer
+    assert result["weights"] == 2 * sum(p.numel() for p in worker.model.parameters())
 
 
 def test_every_process_begins_with_the_same_adapters(tiny_models: dict[str, Path]) -> None:
@@ -251,11 +251,11 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
             base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=trained.dtype)
             read = PeftModel.from_pretrained(base, file.folder).merge_and_unload().state_dict()
         moved = writer.transfer.traffic.stayed
-    wanted, found = trained.full_state_dict(), other.full_state_dict() if way != "for vLLM" else read
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-12 if way == "for vLLM" else 0, rtol=0)
+    expected, tensors = trained.full_state_dict(), other.full_state_dict() if way != "for vLLM" else read
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, atol=1e-12 if way == "for vLLM" else 0, rtol=0)
     adapters = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)
-    assert moved == adapters < 0.5 * sum(tensor.nbytes for tensor in wanted.values())
+    assert moved == adapters < 0.5 * sum(tensor.nbytes for tensor in expected.values())
 
 
 @pytest.mark.soak
@@ -275,8 +275,8 @@ def test_ranks_that_shard_the_model_train_the_same_adapters(
     model = tiny_models[name]
     started(adapted(model)).export(tmp_path / "alone")
     task = {"model": str(model), "layouts": layouts, "folder": str(tmp_path)}
-    found = run_ranks("tests.training.parallel.laid_out:with_adapters", task, ranks, 200.0)
-    assert found == {str(layout): [] for layout in layouts}
+    of_ranks = run_ranks("tests.training.parallel.laid_out:with_adapters", task, ranks, 200.0)
+    assert of_ranks == {str(layout): [] for layout in layouts}
 
 
 def test_adapters_are_sharded_with_their_matrices(tiny_models: dict[str, Path]) -> None:

@@ -84,10 +84,10 @@ def test_loss_and_gradient_are_those_of_the_formula(max_tokens: int, folder: Pat
     used = int(rows["action_tokens"][rows["loss_mask"] > 0].sum())
     answered = int(rows["action_tokens"][rows["correct"] > 0].sum())
     assert (counts["tokens"], counts["ptx_tokens"], counts["positive_tokens"]) == (used, 10, answered)
-    wanted = policy / used + 0.7 * texts / 10 + 0.3 * right / answered
-    assert sum(loss / counts[name] for name, loss in losses.items()) == pytest.approx(wanted.item())
+    expected = policy / used + 0.7 * texts / 10 + 0.3 * right / answered
+    assert sum(loss / counts[name] for name, loss in losses.items()) == pytest.approx(expected.item())
     assert sums.means()["actor/ptx_loss"] == pytest.approx(texts.item() / 10)
-    gradient = torch.autograd.grad(wanted, list(worker.model.parameters()))
+    gradient = torch.autograd.grad(expected, list(worker.model.parameters()))
     norm = torch.nn.utils.get_total_norm(gradient).item()
     assert worker.optim_step({name: counts[name] for name in objective.denominators}, 1) == pytest.approx(
         norm, rel=1e-6
@@ -120,8 +120,8 @@ def test_an_advantage_by_turn_is_repeated_over_the_turns_tokens() -> None:
             "turn_lengths": Ragged.from_rows([[2, 1], [3]], torch.int64),
         }
     )
-    found = column_values(rows, "advantages", torch.tensor([0, 3, 6]), torch.device("cpu"))
-    assert found is not None and found.tolist() == [0.5, 0.5, -1.0, 2.0, 2.0, 2.0]
+    result = column_values(rows, "advantages", torch.tensor([0, 3, 6]), torch.device("cpu"))
+    assert result is not None and result.tolist() == [0.5, 0.5, -1.0, 2.0, 2.0, 2.0]
 
 
 def test_the_likelihood_of_observations_is_the_formula_over_trained_rows(folder: Path) -> None:
@@ -144,8 +144,8 @@ def test_the_likelihood_of_observations_is_the_formula_over_trained_rows(folder:
     worker, objective = make_worker(folder), Objective.of("actor", {**PARAMS, "observation_coef": 0.2})
     losses, counts = worker.forward_backward(objective, rows, Sums()), denominators(rows)
     assert counts["observation_tokens"] == 4, "the masked row does not count"
-    wanted = torch.zeros((), dtype=torch.float64)
+    expected = torch.zeros((), dtype=torch.float64)
     for row, places in ((0, (4, 5)), (1, (2, 3))):
         of_row = log_probs_of(worker, rows["tokens"][row].tolist(), 1)
-        wanted = wanted - sum(of_row[place - 1] for place in places)
-    assert losses["observation_tokens"] == pytest.approx(0.2 * wanted.item())
+        expected = expected - sum(of_row[place - 1] for place in places)
+    assert losses["observation_tokens"] == pytest.approx(0.2 * expected.item())

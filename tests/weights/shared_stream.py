@@ -24,10 +24,10 @@ SHAPES = {"embedding": (64, 48), "norm": (48,), **{f"layers.{n}.up": (32, 48) fo
 def tensors(version: int) -> dict[str, Tensor]:
     """Return a version; a few values differ from the version before."""
     generator = torch.Generator().manual_seed(0)
-    found = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
-    for tensor in found.values():
+    result = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+    for tensor in result.values():
         tensor.view(-1)[:: 40 // version] += version - 1
-    return found
+    return result
 
 
 def part_of(name: str, tensor: Tensor, axis: int, rank: int, ranks: int, dtype: torch.dtype) -> WeightPart:
@@ -54,7 +54,7 @@ def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str) -> 
     """
     collective.machine = lambda: nodes[world.rank]
     engine, worker = divmod(world.rank - TRAINERS, TENSOR)
-    offer, held, found = None, None, {"sent": [], "received": [], "differs": []}
+    offer, held, result = None, None, {"sent": [], "received": [], "differs": []}
     if world.rank < TRAINERS:
         offer = WeightOffer(Ranks(trainers), "127.0.0.1", LIMIT_S, torch.device("cpu"))
     dtype = (torch.bfloat16, torch.float32)[engine]
@@ -72,16 +72,16 @@ def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str) -> 
         if offer is None:
             received = Incoming(TransferNotice(**notices[engine]), worker, torch.device("cpu")).put_into(own).received
             expected = {n: part_of(n, t, 1, worker, TENSOR, dtype) for n, t in tensors(version).items()}
-            found["differs"] += [n for n, part in expected.items() if not torch.equal(own[n].local, part.local)]
-            found["received"].append(received)
+            result["differs"] += [n for n, part in expected.items() if not torch.equal(own[n].local, part.local)]
+            result["received"].append(received)
         world.gather("workers have the version", b"")
         asked.close()
         if offer is not None:
-            found["sent"].append(offer.sent_bytes - before)
-            found["counted"] = source.received
+            result["sent"].append(offer.sent_bytes - before)
+            result["counted"] = source.received
     if offer is not None:
         offer.close()
-    every = [json.loads(bytes(one)) for one in world.gather("results", json.dumps(found).encode())]
+    every = [json.loads(bytes(one)) for one in world.gather("results", json.dumps(result).encode())]
     return {
         "sent": [sum(one["sent"][n] for one in every[:TRAINERS]) for n in (0, 1)],
         "received": [sum(one["received"][n] for one in every[TRAINERS:]) for n in (0, 1)],

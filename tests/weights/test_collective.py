@@ -61,7 +61,7 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
     offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, None))
-    source, found = kept(offer), [dict[str, Tensor](), dict[str, Tensor]()]
+    source, result = kept(offer), [dict[str, Tensor](), dict[str, Tensor]()]
     own = {
         n: WeightPart([n], torch.zeros_like(upper(n).of(t)), (t.shape, upper(n)))
         for n, t in TENSORS.items()
@@ -70,14 +70,14 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
     own["embedding"].names.append("output")
     with source.asked(3) as notice:
         threads = [
-            threading.Thread(target=lambda n=n: found[n].update(Incoming(notice, n, CPU).tensors())) for n in (0, 1)
+            threading.Thread(target=lambda n=n: result[n].update(Incoming(notice, n, CPU).tensors())) for n in (0, 1)
         ]
         for thread in threads:
             thread.start()
         Incoming(notice, 2, CPU).put_into(own, SHAPES)
         for thread in threads:
             thread.join(60)
-    for tensors in found:
+    for tensors in result:
         assert tensors.keys() == TENSORS.keys()
         assert all(t.dtype == TENSORS[n].dtype and torch.equal(t, TENSORS[n]) for n, t in tensors.items())
     assert all(torch.equal(part.local, upper(name).of(TENSORS[name])) for name, part in own.items())

@@ -37,11 +37,11 @@ def layouts(draw: st.DrawFn, complete: bool = True) -> tuple[int, list[TensorGro
     ranks, item, count, groups = draw(st.integers(1, 5)), draw(st.sampled_from([2, 4, 8])), 0, []
     for name in "abc"[: draw(st.integers(1, 3))]:
         shape, tensors = draw(SHAPES), draw(st.integers(1, 3))
-        held, wanted = ({rank: draw(boxes(shape)) for rank in range(ranks) if draw(st.booleans())} for _ in range(2))
+        held, expected = ({rank: draw(boxes(shape)) for rank in range(ranks) if draw(st.booleans())} for _ in range(2))
         if complete:
             held[draw(st.integers(0, ranks - 1))] = Box.whole(shape)
         numbers = list(range(count, count + tensors))
-        groups.append(TensorGroup(numbers, name, shape, item, list(held.items()), list(wanted.items())))
+        groups.append(TensorGroup(numbers, name, shape, item, list(held.items()), list(expected.items())))
         count += tensors
     return ranks, groups
 
@@ -92,7 +92,7 @@ def test_every_wanted_element_comes_once_and_crosses_to_a_machine_once(
     crossed: dict[int, Counter[Element]] = {machine: Counter() for machine in range(3)}
     for rank, plan in enumerate(plans):
         stayed = [
-            (t, e) for t, found in plan.stays.items() for box in found for e in elements(shape_of(groups)[t], box)
+            (t, e) for t, result in plan.stays.items() for box in result for e in elements(shape_of(groups)[t], box)
         ]
         received = list(moved(plan.receives, groups))
         relayed = [(relay, element) for relay, moves in plan.relayed.items() for _, element in moved(moves, groups)]
@@ -109,10 +109,10 @@ def test_every_wanted_element_comes_once_and_crosses_to_a_machine_once(
         for relay, element in relayed:
             assert where[relay] == where[rank] and (rank, element) in passed_on(plans[relay].receives, groups)
     assert sum(plan.sends.total for plan in plans) == sum(plan.receives.total for plan in plans)
-    for machine, found in crossed.items():
+    for machine, result in crossed.items():
         here = [rank for rank in range(ranks) if where[rank] == machine]
-        wanted, held = ({e for rank in here for e in of_rank(kind, groups, rank)} for kind in ("wanted", "held"))
-        assert set(found) == wanted - held and set(found.values()) <= {1}
+        expected, held = ({e for rank in here for e in of_rank(kind, groups, rank)} for kind in ("wanted", "held"))
+        assert set(result) == expected - held and set(result.values()) <= {1}
 
 
 def passed_on(moves: Moves, groups: list[TensorGroup]) -> list[tuple[int, Element]]:
@@ -141,15 +141,15 @@ def test_both_ends_agree_on_each_round_within_the_byte_limit(
         passes = [passed_in_round(plan.receives.pieces(number, count), groups) for plan in plans]
         passed = [in_round(plan.passed(number, count), groups) for plan in plans]
         for side in ([one[number] for one in sent], [one[number] for one in received], passes, passed):
-            assert all(sum(map(len, found.values())) * item <= limit for found in side)
+            assert all(sum(map(len, result.values())) * item <= limit for result in side)
         for rank in range(ranks):
-            for peer, found in sent[rank][number].items():
-                assert found == received[peer][number][rank], "in the same order"
-            for peer, found in passes[rank].items():
-                assert found == passed[peer][rank], "in the same order"
+            for peer, result in sent[rank][number].items():
+                assert result == received[peer][number][rank], "in the same order"
+            for peer, result in passes[rank].items():
+                assert result == passed[peer][rank], "in the same order"
     for rank, plan in enumerate(plans):
         for side, moves in ((sent, plan.sends), (received, plan.receives)):
-            counted = Counter((peer, e) for one in side[rank] for peer, found in one.items() for e in found)
+            counted = Counter((peer, e) for one in side[rank] for peer, result in one.items() for e in result)
             assert counted == Counter(moved(moves, groups))
             assert_first_and_last(moves, side[rank])
 
@@ -161,20 +161,20 @@ def passed_in_round(pieces: Iterable[Piece], groups: list[TensorGroup]) -> dict[
 
 def in_round(pieces: Iterable[Piece], groups: list[TensorGroup]) -> dict[int, list[Element]]:
     """Return the elements of a round by peer, in order."""
-    found: dict[int, list[Element]] = {}
+    result: dict[int, list[Element]] = {}
     for piece in pieces:
         some = torch.arange(int(torch.Size(shape_of(groups)[piece.tensor]).numel())).view(
             shape_of(groups)[piece.tensor]
         )
-        found.setdefault(piece.peer, []).extend((piece.tensor, e) for e in some[piece.box.slices].flatten().tolist())
-    return found
+        result.setdefault(piece.peer, []).extend((piece.tensor, e) for e in some[piece.box.slices].flatten().tolist())
+    return result
 
 
 def assert_first_and_last(moves: Moves, rounds: list[dict[int, list[Element]]]) -> None:
     tensors = 9
     seen: dict[int, list[int]] = {}
     for number, one in enumerate(rounds):
-        for tensor in {tensor for found in one.values() for tensor, _ in found}:
+        for tensor in {tensor for result in one.values() for tensor, _ in result}:
             seen.setdefault(tensor, []).append(number)
     first, last = moves.first_and_last(len(rounds), tensors)
     assert first.tolist() == [min(seen.get(tensor, [len(rounds)])) for tensor in range(tensors)]
@@ -231,8 +231,8 @@ def test_every_round_uses_each_link_equally() -> None:
     """
     ranks, rows = 64, 256
     held = [(rank, Box((rank * 4, 0), (4, 128))) for rank in range(ranks)]
-    wanted = [(rank, Box((0, rank % 8 * 16), (rows, 16))) for rank in range(ranks)]
-    plan: RankPlan = plan_moves([alike(held, wanted, 12, (rows, 128))], 5, ranks)
+    expected = [(rank, Box((0, rank % 8 * 16), (rows, 16))) for rank in range(ranks)]
+    plan: RankPlan = plan_moves([alike(held, expected, 12, (rows, 128))], 5, ranks)
     limit = plan.receives.total // 5
     count = replace(plan, sends=Moves([], 4)).rounds_needed(limit)
     assert count <= 6, "five rounds of the bucket, and one for ends that are not whole"
@@ -282,7 +282,7 @@ def test_spans_and_parts_of_a_block_cover_the_right_elements(data: st.DataObject
     start = data.draw(st.integers(0, one.elements))
     end = data.draw(st.integers(start, one.elements))
     whole = torch.arange(int(torch.Size(shape).numel())).view(shape)
-    found = [e for box in one.span(start, end) for e in whole[box.slices].flatten().tolist()]
-    assert found == whole[one.slices].flatten().tolist()[start:end]
+    result = [e for box in one.span(start, end) for e in whole[box.slices].flatten().tolist()]
+    assert result == whole[one.slices].flatten().tolist()[start:end]
     parts = [elements(shape, box) for box in one.divided(data.draw(st.integers(1, 5)))]
     assert sorted(e for part in parts for e in part) == sorted(elements(shape, one))

@@ -55,7 +55,7 @@ def test_four_ranks_load_their_slices_and_together_the_full_model(name: str, fol
     whole: Any = load_decoder(folders[name])
     tensors = whole.state_dict()
     shapes = {key: tensor.shape for key, tensor in tensors.items()}
-    found = {key: torch.full_like(tensor, torch.nan) for key, tensor in tensors.items()}
+    result = {key: torch.full_like(tensor, torch.nan) for key, tensor in tensors.items()}
     boxes = [boxes_of(shapes, full_plan_of(whole, "here", "less"), rank, RANKS) for rank in range(RANKS)]
     for rank in range(RANKS):
         ranks: Any = SimpleNamespace(rank=rank, size=RANKS)
@@ -64,10 +64,10 @@ def test_four_ranks_load_their_slices_and_together_the_full_model(name: str, fol
         for key, tensor in model.state_dict().items():
             assert torch.equal(tensor, boxes[rank][key].of(tensors[key])), key
             assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, "no more is held"
-            boxes[rank][key].of(found[key]).copy_(tensor)
+            boxes[rank][key].of(result[key]).copy_(tensor)
         if name == "qwen3":
             assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+    assert all(torch.equal(result[key], tensor) for key, tensor in tensors.items())
     once = {key: shape for key, shape in shapes.items() if boxes[0][key] == boxes[1][key]}
     assert all("norm" in key or key.endswith(("o_proj.bias", "down_proj.bias")) for key in once)
     held = [sum(torch.Size(box.sizes).numel() for box in own.values()) for own in boxes]
@@ -89,8 +89,10 @@ def test_weights_under_other_names_are_divided_too(folders: dict[str, Path], tmp
     AutoModelForCausalLM.from_pretrained(folders["qwen3"]).base_model.save_pretrained(tmp_path)
     ranks: Any = SimpleNamespace(rank=3, size=RANKS)
     expected, _ = load_for_decoding(folders["qwen3"], torch.float32, "cpu", ranks)
-    found, _ = load_for_decoding(tmp_path, torch.float32, "cpu", ranks)
-    for (name, one), (other_name, other) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
+    result, _ = load_for_decoding(tmp_path, torch.float32, "cpu", ranks)
+    for (name, one), (other_name, other) in zip(
+        expected.state_dict().items(), result.state_dict().items(), strict=True
+    ):
         assert name == other_name and torch.equal(one, other)
 
 

@@ -76,10 +76,10 @@ def measured(model: str, chosen: list[tuple[str, str]]) -> dict[str, list[dict[s
     for name, grouping in chosen:
         training, generation = (LAYOUTS | ON_FOUR)[name]
         cases[f"{name} {grouping}"] = (layout_of(training, grouping), *generation, grouping)
-    found: dict[str, Any] = run_ranks(
+    result: dict[str, Any] = run_ranks(
         "tests.weights.transitions:measure", {"model": model, "cases": cases}, math.prod(training), 300.0
     )
-    return found
+    return result
 
 
 def kind(name: str) -> str:
@@ -103,9 +103,9 @@ def of_kind(sizes: dict[str, int], *kinds: str) -> int:
     ids=["each formula", "the paper's table"],
 )
 def test_a_rank_receives_and_holds_what_the_formula_says(model: str, chosen: list[tuple[str, str]]) -> None:
-    found, every = measured(model, chosen), sizes(model)
+    result, every = measured(model, chosen), sizes(model)
     for case, grouping in chosen:
-        assert_as_in_the_table(found[f"{case} {grouping}"], every, (LAYOUTS | ON_FOUR)[case], grouping)
+        assert_as_in_the_table(result[f"{case} {grouping}"], every, (LAYOUTS | ON_FOUR)[case], grouping)
 
 
 def assert_as_in_the_table(
@@ -170,12 +170,12 @@ def test_vllms_ranks_receive_and_hold_what_the_formula_says(tmp_path: Path) -> N
         for name, (training, generation) in ON_FOUR.items()
         for grouping in GROUPINGS
     }
-    found = hosted({"measure": {"model": model, "cases": cases}, "workers": 4}, tmp_path)
+    result = hosted({"measure": {"model": model, "cases": cases}, "workers": 4}, tmp_path)
     every = {name: size // 2 for name, size in sizes(model).items()}
     for name, layouts in ON_FOUR.items():
         for grouping in GROUPINGS:
-            assert_as_in_the_table(found[f"{name} {grouping}"], every, layouts, grouping, ITEM // 2)
-            rank = found[f"{name} {grouping}"][0]
+            assert_as_in_the_table(result[f"{name} {grouping}"], every, layouts, grouping, ITEM // 2)
+            rank = result[f"{name} {grouping}"][0]
             print(f"{name} {grouping}: received {rank['received']}, peak {rank['peak']}, twice {rank['redundant']}")
 
 

@@ -26,10 +26,10 @@ def test_a_filled_model_is_the_one_that_is_loaded_whole(
     whole, filled = load(tiny_models[name], torch.bfloat16), load(tiny_models[name], torch.bfloat16, on_meta=True)
     assert next(filled.parameters()).is_meta and not next(whole.parameters()).is_meta
     ParameterReader(tiny_models[name], filled)(filled)
-    expected, found = (dict(m.named_parameters()) | dict(m.named_buffers()) for m in (whole, filled))
-    assert found.keys() == expected.keys()
+    expected, tensors = (dict(m.named_parameters()) | dict(m.named_buffers()) for m in (whole, filled))
+    assert tensors.keys() == expected.keys()
     for key, tensor in expected.items():
-        assert torch.equal(found[key], tensor) and found[key].dtype == tensor.dtype, key
+        assert torch.equal(tensors[key], tensor) and tensors[key].dtype == tensor.dtype, key
     assert [type(module) for module in filled.modules()] == [type(module) for module in whole.modules()]
     whole.save_pretrained(tmp_path / "whole")
     filled.save_pretrained(tmp_path / "filled")

@@ -67,14 +67,14 @@ def transition(
     with torch.no_grad():
         for parameter in worker.model.parameters():
             local_shard(parameter).mul_(1.5)
-    wanted = {name: tensor.clone() for name, tensor in worker.full_state_dict().items()}
+    expected = {name: tensor.clone() for name, tensor in worker.full_state_dict().items()}
     before = {name: part.local.clone() for name, part in worker.weights().items()}
     volume = weights.enter()
     assert volume is not None and weights.enter() is None
     problems = [
         f"{name} differs"
         for name, part in generating().items()
-        if not torch.equal(part.local, part.box.of(wanted[name]))
+        if not torch.equal(part.local, part.box.of(expected[name]))
     ]
     kept = [name for name, part in worker.weights().items() if part.local.any()]
     if grouping == "interval" and kept:

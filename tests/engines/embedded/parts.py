@@ -42,10 +42,10 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
         wrong.append(f"rank {world.rank} heard of {heard}")
     # The other rank has no rows, so it has nothing to end.
     first = world.rank == 0
-    found = engine.generate(own if first else [], None, (lambda: Changes([own[0].uid])) if first else None)
-    ended = [row.uid for row in found if row.finish_reason is FinishReason.ABORT]
-    if ended != ([own[0].uid] if first else []) or len(found) != (len(own) if first else 0):
-        wrong.append(f"rank {world.rank} ended {ended} of {len(found)}")
+    result = engine.generate(own if first else [], None, (lambda: Changes([own[0].uid])) if first else None)
+    ended = [row.uid for row in result if row.finish_reason is FinishReason.ABORT]
+    if ended != ([own[0].uid] if first else []) or len(result) != (len(own) if first else 0):
+        wrong.append(f"rank {world.rank} ended {ended} of {len(result)}")
     return [word for part in world.gather("wrong", json.dumps(wrong).encode()) for word in json.loads(bytes(part))]
 
 
@@ -54,7 +54,7 @@ def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     largest gap.
     """
     torch.set_num_threads(1)
-    found = {}
+    result = {}
     assert world.group is not None
     for name, (path, dtype, compile) in task["cases"].items():
         world.at(name)
@@ -71,5 +71,5 @@ def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             differing["gap"] = max(
                 float((a.log_probs - b.log_probs).abs().max()) for a, b in pairs if len(a.tokens) == len(b.tokens)
             )
-        found[name] = json.loads(bytes(world.gather("found", json.dumps(differing).encode())[0]))
-    return found
+        result[name] = json.loads(bytes(world.gather("found", json.dumps(differing).encode())[0]))
+    return result

@@ -89,8 +89,11 @@ def test_drawn_tokens_follow_the_models_distribution(dtype: torch.dtype) -> None
     counts = torch.bincount(drawn, minlength=VOCABULARY).double()
     likely = expected * count >= 5
     observed = torch.cat([counts[likely], counts[~likely].sum()[None]])
-    wanted = torch.cat([expected[likely], expected[~likely].sum()[None]]) * count
-    statistic, freedom = float(((observed - wanted) ** 2 / wanted.clamp(min=1e-9)).sum()), int(likely.sum())
+    expected_values = torch.cat([expected[likely], expected[~likely].sum()[None]]) * count
+    statistic, freedom = (
+        float(((observed - expected_values) ** 2 / expected_values.clamp(min=1e-9)).sum()),
+        int(likely.sum()),
+    )
     # chi squared has the mean `freedom` and the variance 2 · freedom
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
@@ -152,7 +155,7 @@ def test_without_a_compiler_the_model_decodes_by_its_own_forward(
     building._say_once.cache_clear()
     monkeypatch.setattr(native, "library", library.__wrapped__)  # which asks for the compiler again
     requests = make_requests(2, 2, SamplingParams(max_tokens=12))
-    found = [
+    result = [
         [
             row.tokens.tolist()
             for row in EmbeddedEngine(
@@ -161,7 +164,7 @@ def test_without_a_compiler_the_model_decodes_by_its_own_forward(
         ]
         for compile in (True, True, False)
     ]
-    assert found[0] == found[1] == found[2]
+    assert result[0] == result[1] == result[2]
     assert len(caplog.records) == 1 and reason in caplog.text
 
 

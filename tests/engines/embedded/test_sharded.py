@@ -37,9 +37,9 @@ def test_two_ranks_sample_the_tokens_of_one_engine(tmp_path: Path) -> None:
     cases |= {f"{name} in float64": (folders[name], "float64", False) for name in doubles}
     cases["qwen3 by torch"] = (folders["qwen3"], "float32", False)
     cases["qwen3 in bfloat16"] = (folders["qwen3"], "bfloat16", True)
-    found: dict[str, dict[str, Any]] = run_ranks("tests.engines.embedded.parts:compare", {"cases": cases}, 2, WAIT_S)
-    assert all(case["equal"] for case in found.values()) and found.keys() == cases.keys()
-    exact = {name: case for name, case in found.items() if "bfloat16" not in name}
+    result: dict[str, dict[str, Any]] = run_ranks("tests.engines.embedded.parts:compare", {"cases": cases}, 2, WAIT_S)
+    assert all(case["equal"] for case in result.values()) and result.keys() == cases.keys()
+    exact = {name: case for name, case in result.items() if "bfloat16" not in name}
     print({name: f"{case['gap']:.1e}" for name, case in exact.items()})
     assert {name: case["rows"] for name, case in exact.items()} == dict.fromkeys(exact, 0)
     assert all(case["gap"] < (1e-12 if "float64" in name else 1e-5) for name, case in exact.items())

@@ -101,7 +101,7 @@ def test_rows_with_all_kinds_of_sampling_ends_and_columns_are_equal_with_guesses
         replace(unending, stop_token_ids=(int(drawn[5][12]),)),
     ]
     heard: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
-    found = {}
+    result = {}
     for speculation in (True, False):
         engine = plain if not speculation else make_engine("qwen3", torch.float32, True)
 
@@ -113,15 +113,15 @@ def test_rows_with_all_kinds_of_sampling_ends_and_columns_are_equal_with_guesses
             for i, r in enumerate(requests)
         ]
         engine.generate(mixed)
-        found[speculation] = engine.generate(mixed)
-    assert_equal(found[True], found[False])
+        result[speculation] = engine.generate(mixed)
+    assert_equal(result[True], result[False])
     assert heard[True] == heard[False]
-    assert found[True][4].finish_reason == found[True][5].finish_reason == FinishReason.STOP
+    assert result[True][4].finish_reason == result[True][5].finish_reason == FinishReason.STOP
 
 
 def test_a_row_suspended_between_passes_resumes_with_new_weights_as_without_guesses() -> None:
     requests = make_requests(groups=2, samples=3, sampling=REPEATING, shortest=4)
-    found = {}
+    result = {}
     for speculation in (True, False):
         engine = make_engine("qwen3", torch.float32, speculation, slots=16)
         engine.generate(requests)
@@ -133,8 +133,8 @@ def test_a_row_suspended_between_passes_resumes_with_new_weights_as_without_gues
         engine.publish(1)
         rest = [remaining_request(request, part) for request, part in zip(requests, parts, strict=True)]
         resumed = engine.generate([request for request in rest if request is not None])
-        found[speculation] = [joined(pair) for pair in zip(parts, resumed, strict=True)]
-    assert_equal(found[True], found[False])
+        result[speculation] = [joined(pair) for pair in zip(parts, resumed, strict=True)]
+    assert_equal(result[True], result[False])
 
 
 def test_an_aborted_row_returns_the_tokens_of_its_last_pass_and_continues_equally() -> None:

@@ -185,9 +185,9 @@ def test_a_run_with_a_server_trains_like_a_run_without(
 def test_vllms_server_draws_the_tokens_of_the_embedded_engine(vllm_server: VllmServer) -> None:
     asked = Asked(VLLM, vllm_server.url)
     asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
-    wanted = requests(subject(asked), 20)
-    finished = asked.runner.run(all_of(asked.engine, wanted))
-    alone = EmbeddedEngine(MODEL, TOKENIZER, Decoding(16, LIMIT)).generate(wanted)
+    submitted = requests(subject(asked), 20)
+    finished = asked.runner.run(all_of(asked.engine, submitted))
+    alone = EmbeddedEngine(MODEL, TOKENIZER, Decoding(16, LIMIT)).generate(submitted)
     asked.close()
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
 
@@ -464,10 +464,10 @@ def test_a_stock_vllm_server_is_asked_to_draw_as_the_run_samples() -> None:
 def test_a_stock_vllm_server_has_the_trainers_log_probs_after_each_update(tmp_path: Path) -> None:
     server = VllmServer(write_served_model(tmp_path / "model"), arguments=STOCK)
     engine = HttpEngine(server.url, replace(SPEC, needs=ServerNeeds(LIMIT, reproducible=False)))
-    wanted = requests(EngineUnderTest(lambda: engine, END, LIMIT, in_training, other_weights), 4)
+    submitted = requests(EngineUnderTest(lambda: engine, END, LIMIT, in_training, other_weights), 4)
     with closing(server), asyncio.Runner() as runner:
         runner.run(engine.start())
-        assert runner.run(largest_gap(engine, wanted, updates=20)) < 1e-5
+        assert runner.run(largest_gap(engine, submitted, updates=20)) < 1e-5
         runner.run(engine.close())
 
 

@@ -45,12 +45,12 @@ def vllm_interpreter() -> str:
 
 def hosted(task: Mapping[str, Any], folder: Path) -> Any:
     """Do a task below with vLLM's interpreter; return what it found."""
-    given, found = folder / "task.json", folder / "found.json"
+    given, result = folder / "task.json", folder / "found.json"
     given.write_text(json.dumps(task))
-    command = [vllm_interpreter(), "-m", "tests.engines.vllm.hosted_runs", str(given), str(found)]
+    command = [vllm_interpreter(), "-m", "tests.engines.vllm.hosted_runs", str(given), str(result)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(found.read_text())
+    return json.loads(result.read_text())
 
 
 def main(given: Path, found: Path) -> None:

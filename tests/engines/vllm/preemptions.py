@@ -33,11 +33,11 @@ def main(model: Path, adapts: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(7)
     sampling = SamplingParams(max_tokens=LIMIT, stop_token_ids=STOPS, ends=False)
     prompts = [torch.randint(0, 100, (3 + row % 5,), generator=generator) for row in range(ROWS)]
-    wanted = [Request((0, row, 0), prompt, sampling) for row, prompt in enumerate(prompts)]
+    submitted = [Request((0, row, 0), prompt, sampling) for row, prompt in enumerate(prompts)]
     options = {"num_gpu_blocks_override": BLOCKS}
     spec = EngineSpec("vllm", str(model), ROWS, LIMIT + 10, options=options, adapts_rows=adapts)
     engine = VllmEngine(spec, make_tokenizer())
-    engine.generate([replace(request, purpose="warm") for request in wanted[:2]])
+    engine.generate([replace(request, purpose="warm") for request in submitted[:2]])
     at_once: list[int] = []
 
     def looked() -> Changes:
@@ -45,7 +45,7 @@ def main(model: Path, adapts: bool) -> dict[str, Any]:
         return Changes()
 
     started = time.perf_counter()
-    rows = engine.generate(wanted, changes=looked)
+    rows = engine.generate(submitted, changes=looked)
     seconds = time.perf_counter() - started
     return {
         "tokens": [row.tokens.tolist() for row in rows],

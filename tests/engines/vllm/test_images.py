@@ -88,8 +88,8 @@ def gap(seeing: Seeing, responses: list[Response]) -> float:
 @pytest.mark.parametrize("trainer", [{"train_vision": True}, {"lora": {"rank": 4}}], ids=["tower", "adapters"])
 def test_a_run_with_vllm_sends_the_tower_and_adapters_too(trainer: dict[str, Any], tmp_path: Path) -> None:
     model = shapes.write_model(tmp_path / "model", 0, family="qwen2_5_vl", head=HEAD)
-    found = trained(model, tmp_path, {"engine": "vllm", "python": str(python())}, trainer)
-    assert max(line["train/rollout_log_prob_gap"] for line in found) < 1e-5
+    metrics = trained(model, tmp_path, {"engine": "vllm", "python": str(python())}, trainer)
+    assert max(line["train/rollout_log_prob_gap"] for line in metrics) < 1e-5
 
 
 def trained(model: Path, folder: Path, rollout: dict[str, Any], trainer: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,6 +103,6 @@ def trained(model: Path, folder: Path, rollout: dict[str, Any], trainer: dict[st
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 4, **rollout},
         "trainer": {"steps": 3, "prompts_per_step": 2, "learning_rate": 1e-2, "checkpoint_every": 0, **trainer},
     }
-    found = read_metrics(Workshop(folder, model, data).run("run", **sections))
-    assert any(line["actor/grad_norm"] > 0 for line in found)
-    return found
+    metrics = read_metrics(Workshop(folder, model, data).run("run", **sections))
+    assert any(line["actor/grad_norm"] > 0 for line in metrics)
+    return metrics

@@ -55,18 +55,18 @@ def test_a_run_over_two_nodes_equals_one_node_also_after_a_lost_rank(workshop: W
     assert len(ranks) == len(parents) == 2, "each node starts a rank of its own"
     (second,) = (rank for rank in ranks if "Worker_TP1" in " ".join(rank.cmdline()))
     os.kill(second.pid, signal.SIGKILL)
-    _, said = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    assert "its rows go to other engines" in said
-    print(*(line for line in said.splitlines() if "its rows go to" in line), sep="\n")
+    _, output = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    assert "its rows go to other engines" in output
+    print(*(line for line in output.splitlines() if "its rows go to" in line), sep="\n")
     cluster.close()
     one, two = workshop.run("one", **streamed(1)), workshop.folder / "two"
     for step in range(1, STEPS + 1):
         rows, others = (recorded(run, step).ordered() for run in (one, two))
         assert rows.uids() == others.uids()
         assert rows["tokens"].values.tolist() == others["tokens"].values.tolist()
-    wanted = weights_of(one)
+    expected = weights_of(one)
     for name, tensor in weights_of(two).items():
-        torch.testing.assert_close(tensor, wanted[name], atol=5e-4, rtol=0)
+        torch.testing.assert_close(tensor, expected[name], atol=5e-4, rtol=0)
     gaps = [line["train/rollout_log_prob_gap"] for line in read_metrics(two)]
     print(f"largest gap {max(gaps):.1e} nats")

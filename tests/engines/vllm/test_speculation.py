@@ -70,9 +70,10 @@ def test_tokens_that_were_drafted_have_the_trainers_log_probs_after_each_update(
     )
     trained, generator = load_decoder(str(model), torch.float32, "cpu").requires_grad_(False).eval(), torch.Generator()
     sampling, prompts = SamplingParams(temperature=0.7, max_tokens=24, ends=False), torch.randint(0, 10, (16, 6))
-    wanted = [Request((0, n, 0), prompt, sampling) for n, prompt in enumerate(prompts)]
-    wanted += [
-        replace(request, uid=(1, *request.uid[1:]), sampling=replace(sampling, temperature=0.0)) for request in wanted
+    submitted = [Request((0, n, 0), prompt, sampling) for n, prompt in enumerate(prompts)]
+    submitted += [
+        replace(request, uid=(1, *request.uid[1:]), sampling=replace(sampling, temperature=0.0))
+        for request in submitted
     ]
     gap = surprise = variance = 0.0
     try:
@@ -81,9 +82,11 @@ def test_tokens_that_were_drafted_have_the_trainers_log_probs_after_each_update(
                 for parameter in trained.parameters():
                     parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
                 engine.run(engine.engine.update_weights(version, ModelWeights(trained)))
-            finished = engine.run(all_of(engine.engine, wanted))
+            finished = engine.run(all_of(engine.engine, submitted))
             assert all(len(row.tokens) == 24 and row.finish_reason is FinishReason.LENGTH for row in finished)
-            for request, row, own in zip(wanted, finished, training_log_probs(trained, wanted, finished), strict=True):
+            for request, row, own in zip(
+                submitted, finished, training_log_probs(trained, submitted, finished), strict=True
+            ):
                 gap = max(gap, float((row.log_probs - own).abs().max()))
                 if not request.sampling.takes_likeliest:
                     ids = torch.cat([request.prompt, row.tokens])[None]

@@ -84,9 +84,9 @@ async def drawn_by_two_versions(engine: EngineProcess, request: Request) -> Resp
         await engine.update_weights(0, ModelWeights(MODEL))
         task = await contract.under_way(engine, request, resuming)
         await resuming.update_weights(3, other_weights())
-        found = await task
-        if 0 < found.versions.tolist().count(0) < len(found.versions):
-            return found
+        result = await task
+        if 0 < result.versions.tolist().count(0) < len(result.versions):
+            return result
     raise AssertionError("no row of 20 was under way when new weights came")
 
 
@@ -106,9 +106,9 @@ def test_each_token_that_a_core_computed_ahead_has_the_version_that_drew_it(stoc
 
 @pytest.mark.soak
 def test_a_stock_vllm_draws_other_tokens_each_time(stock: Served) -> None:
-    wanted = requests(subject(stock), 8)
+    submitted = requests(subject(stock), 8)
     stock.run(stock.engine.update_weights(0, ModelWeights(MODEL)))
-    drawn = [[row.tokens.tolist() for row in stock.run(all_of(stock.engine, wanted))] for _ in range(2)]
+    drawn = [[row.tokens.tolist() for row in stock.run(all_of(stock.engine, submitted))] for _ in range(2)]
     assert drawn[0] != drawn[1]
 
 

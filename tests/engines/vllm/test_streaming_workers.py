@@ -93,8 +93,8 @@ def test_a_run_equals_the_embedded_engines_after_an_engine_and_the_run_are_kille
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     again = braid("train", "--resume", folder)
-    _, said = again.communicate(timeout=400)
-    assert again.returncode == 0, said
+    _, output = again.communicate(timeout=400)
+    assert again.returncode == 0, output
     kept = ("algorithm", "trainer")
     drawn = {
         name: own for name, own in settings["rollout"].items() if name in ("max_response_tokens", "samples_per_prompt")
@@ -105,6 +105,6 @@ def test_a_run_equals_the_embedded_engines_after_an_engine_and_the_run_are_kille
         assert one.uids() == other.uids()
         assert one["tokens"].values.tolist() == other["tokens"].values.tolist()
     assert max(line["train/rollout_log_prob_gap"] for line in read_metrics(folder)) < 1e-5
-    wanted = weights_of(alone)
+    expected = weights_of(alone)
     for name, tensor in weights_of(folder).items():
-        torch.testing.assert_close(tensor, wanted[name], atol=5e-4, rtol=0)
+        torch.testing.assert_close(tensor, expected[name], atol=5e-4, rtol=0)

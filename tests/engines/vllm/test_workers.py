@@ -69,13 +69,13 @@ def subject(divided: Served) -> EngineUnderTest:
 
 def workers_of(divided: Served) -> list[psutil.Process]:
     """The processes that hold parts of the model."""
-    found = [
+    result = [
         child
         for child in psutil.Process(divided.engine.pid).children(recursive=True)
         if b"Worker_TP" in command_of(child)
     ]
-    assert len(found) == 2, found
-    return found
+    assert len(result) == 2, result
+    return result
 
 
 def command_of(process: psutil.Process) -> bytes:
@@ -104,12 +104,12 @@ def test_two_workers_keep_the_contract(
 def test_two_workers_draw_one_engines_tokens_with_the_trainers_log_probs(
     divided: Served,
 ) -> None:
-    wanted = requests(subject(divided), 8)
+    submitted = requests(subject(divided), 8)
     divided.run(divided.engine.update_weights(0, ModelWeights(MODEL)))
-    finished = divided.run(all_of(divided.engine, wanted))
-    alone = EmbeddedEngine(MODEL, make_tokenizer(), Decoding(16, LIMIT)).generate(wanted)
+    finished = divided.run(all_of(divided.engine, submitted))
+    alone = EmbeddedEngine(MODEL, make_tokenizer(), Decoding(16, LIMIT)).generate(submitted)
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
-    assert divided.run(largest_gap(divided.engine, wanted[:4], updates=20)) < 1e-5
+    assert divided.run(largest_gap(divided.engine, submitted[:4], updates=20)) < 1e-5
 
 
 @pytest.mark.soak
@@ -157,15 +157,15 @@ def test_stop_texts_within_a_step_end_rows_and_partial_updates_are_refused() -> 
 
 
 def test_rows_that_begin_by_their_expected_length_are_not_preempted(tmp_path: Path) -> None:
-    model, found = write_served_model(tmp_path / "model"), []
+    model, result = write_served_model(tmp_path / "model"), []
     for ways in ([], ["adapts"]):
         path = tmp_path / "found.json"
         command = [vllm_interpreter(), "-m", "tests.engines.vllm.preemptions", str(model), str(path), *ways]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
-        found.append(json.loads(path.read_text()))
-        print(ways, {name: value for name, value in found[-1].items() if name != "tokens"})
-    fixed, adapting = found
+        result.append(json.loads(path.read_text()))
+        print(ways, {name: value for name, value in result[-1].items() if name != "tokens"})
+    fixed, adapting = result
     assert fixed["tokens"] == adapting["tokens"], "the number of rows at once changes no row"
     assert fixed["preempted"] > 0 and adapting["preempted"] == adapting["seen"] == 0
     assert adapting["most"] > 4, "more rows than fit with their whole limit"

@@ -52,13 +52,13 @@ def eager(workshop: Workshop) -> Path:
 
 
 def responses(run: Path, steps: int) -> dict[tuple[int, int, int], list[int]]:
-    found = {}
+    result = {}
     for step in range(1, steps + 1):
         rows = recorded(run, step)
         for i, uid in enumerate(rows.uids()):
-            assert uid not in found, "a row is trained on once"
-            found[uid] = rows["tokens"][i].tolist()
-    return found
+            assert uid not in result, "a row is trained on once"
+            result[uid] = rows["tokens"][i].tolist()
+    return result
 
 
 @pytest.mark.soak
@@ -98,8 +98,8 @@ def test_each_token_keeps_log_prob_of_its_version(eager: Path, versions: list[An
         for i in range(len(rows)):
             for version in rows["rollout_versions"][i].unique().tolist():
                 drawn = rows["rollout_versions"][i] == version
-                expected, found = under(versions[version], rows, i), rows["rollout_log_probs"][i]
-                torch.testing.assert_close(found[drawn], expected[drawn].to(found.dtype), rtol=0, atol=1e-5)
+                expected, result = under(versions[version], rows, i), rows["rollout_log_probs"][i]
+                torch.testing.assert_close(result[drawn], expected[drawn].to(result.dtype), rtol=0, atol=1e-5)
 
 
 def test_an_update_weighs_each_token_by_the_version_that_drew_it(eager: Path, versions: list[Any]) -> None:
@@ -146,9 +146,9 @@ def test_suspended_episodes_with_constant_weights_equal_whole_ones(workshop: Wor
     trainer = config.trainer.model_copy(update={"steps": 3})
     with TrainingRun(config.model_copy(update={"trainer": trainer}), resume=first) as run:
         run.train()
-    found, expected = responses(first, 3), responses(whole, 3)
-    common = found.keys() & expected.keys()
-    assert len(common) > 20 and {uid: found[uid] for uid in common} == {uid: expected[uid] for uid in common}
+    resumed, expected = responses(first, 3), responses(whole, 3)
+    common = resumed.keys() & expected.keys()
+    assert len(common) > 20 and {uid: resumed[uid] for uid in common} == {uid: expected[uid] for uid in common}
     rows = recorded(first, 3)
     assert any(len(versions.unique()) > 1 for versions in rows["rollout_versions"].unbind())
     assert not any("environment/failures/replay" in line for line in read_metrics(first))
@@ -161,9 +161,9 @@ def test_every_runtime_suspends_episodes(workshop: Workshop, request: pytest.Fix
         request.getfixturevalue("warm_cluster")
     alone = workshop.run(f"{runtime}-alone", **EPISODES)
     run = workshop.run(f"{runtime}-episodes", runtime=runtime, workers=2, **EPISODES)
-    found, expected = responses(run, 3), responses(alone, 3)
-    common = found.keys() & expected.keys()
-    assert len(common) > 20 and {uid: found[uid] for uid in common} == {uid: expected[uid] for uid in common}
+    resumed, expected = responses(run, 3), responses(alone, 3)
+    common = resumed.keys() & expected.keys()
+    assert len(common) > 20 and {uid: resumed[uid] for uid in common} == {uid: expected[uid] for uid in common}
     assert max(len(v.unique()) for step in (1, 2, 3) for v in recorded(run, step)["rollout_versions"].unbind()) > 1
 
 

@@ -69,10 +69,10 @@ def test_generation_in_a_separate_pool_gives_the_same_result(
 ) -> None:
     for name, section in more.items():
         sections = {**sections, name: {**sections.get(name, {}), **section}}
-    found = trained(workshop, "apart", sections, **placed)
+    metrics = trained(workshop, "apart", sections, **placed)
     alone = {name: value for name, value in sections.items() if name != "roles"}
     alone["rollout"] = {k: v for k, v in sections.get("rollout", {}).items() if k not in ("tensor", "engines")}
-    assert_same(found, trained(workshop, "alone", alone))
+    assert_same(metrics, trained(workshop, "alone", alone))
     # Engine processes read files that the training ranks have written on this machine.
     received = [line.get("weights/actor/received", 0) for line in read_metrics(workshop.folder / "apart")[1:]]
     assert all((size > 0) is ("engines" not in sections.get("rollout", {})) for size in received)

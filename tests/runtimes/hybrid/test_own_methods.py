@@ -123,12 +123,12 @@ def test_method_result_is_independent_of_protocol_and_workers(workshop: Workshop
     ]
     page = workshop.folder / "methods_of_the_page.py"
     page.write_text(shown)
-    found = []
+    result = []
     for methods, workers in ((EXAMPLE / "methods.py", 1), (EXAMPLE / "methods.py", 2), (page, 2)):
         with Session(workshop.config(**settings(methods, "Surprise", workers=workers))) as session:
             rows = session.actor.surprise(session.actor.generate(session.prompts()), 1.0)
-            found.append(session.index(rows)["surprise"])
-    assert torch.allclose(found[0], found[1], atol=1e-12) and torch.allclose(found[0], found[2], atol=1e-12)
+            result.append(session.index(rows)["surprise"])
+    assert torch.allclose(result[0], result[1], atol=1e-12) and torch.allclose(result[0], result[2], atol=1e-12)
 
 
 FLOW = """

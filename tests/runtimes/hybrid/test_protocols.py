@@ -170,8 +170,8 @@ def test_register_accepts_protocol_object_instead_of_name() -> None:
         def name(self) -> str:
             return "last"
 
-    found = registration_of(Last, "name")
-    assert (found.protocol, found.reads, found.writes) == (last, ("tokens",), ("score",))
+    result = registration_of(Last, "name")
+    assert (result.protocol, result.reads, result.writes) == (last, ("tokens",), ("score",))
     assert registration_of(Last, "echo") == registration_of(Worker, "echo")
 
 

@@ -100,8 +100,8 @@ def plain(
     with Session(config) as session:
         rows = session.actor.generate(session.prompts())
         worker = session.backend.executor.workers["actor"]  # type: ignore[union-attr]
-        found = -2.0 * worker.forward("log_probs", rows.rows).row_means()
-        return 100 * rows["group"] + rows["sample"], found
+        result = -2.0 * worker.forward("log_probs", rows.rows).row_means()
+        return 100 * rows["group"] + rows["sample"], result
 
 
 @pytest.mark.parametrize(

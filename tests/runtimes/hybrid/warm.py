@@ -68,9 +68,9 @@ class RehearsingWorker(HybridWorker):
             return super().execute(part, stage, iteration, key, *more)
 
     def fetch(self, wanted: Sequence[tuple[int, Numbers, tuple[str, ...]]]) -> list[list[Numbers]]:
-        found = super().fetch(wanted)  # Fails for a call of an earlier test that outlives its backend.
+        result = super().fetch(wanted)  # Fails for a call of an earlier test that outlives its backend.
         self.rows_given.append(max(len(rows) for _, rows, _ in wanted))
-        return found
+        return result
 
     def close(self) -> None:
         super().close()

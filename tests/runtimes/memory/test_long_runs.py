@@ -53,13 +53,13 @@ def curve(folder: Path, steps: int, every: int) -> dict[int, float]:
 
 @pytest.mark.soak
 def test_a_process_grows_little_after_its_first_steps(tmp_path: Path) -> None:
-    found = curve(tmp_path, 24, 8)
+    result = curve(tmp_path, 24, 8)
     # Without a bound on compiled kernels this grows by some 300 MiB in 24 steps, and by 650 in 80.
-    assert found[24] - found[1] < 150, found
+    assert result[24] - result[1] < 150, result
 
 
 @pytest.mark.soak
 def test_a_process_of_many_steps_stays_where_it_is(tmp_path: Path) -> None:
-    found = curve(tmp_path, 1500, 100)
-    print("\n".join(f"step {step}: {mib:.0f} MiB" for step, mib in found.items()))
-    assert max(found.values()) - found[100] < 100, found
+    result = curve(tmp_path, 1500, 100)
+    print("\n".join(f"step {step}: {mib:.0f} MiB" for step, mib in result.items()))
+    assert max(result.values()) - result[100] < 100, result

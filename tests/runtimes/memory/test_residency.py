@@ -67,13 +67,13 @@ def test_offloading_roles_keeps_run_bitwise_equal(
     assert not any(size for *_, size in watched), "without a budget there is no residency plan"
     watched.clear()
     tight = with_budget(PPO, 5.5)
-    found = workshop.run("tight", **{**tight, "trainer": {**tight["trainer"], "steps": 2}})
-    with TrainingRun(workshop.config("tight", **tight), resume=found) as run:
+    result = workshop.run("tight", **{**tight, "trainer": {**tight["trainer"], "steps": 2}})
+    with TrainingRun(workshop.config("tight", **tight), resume=result) as run:
         run.train()
-    assert metrics_without_times(found) == metrics_without_times(free)
+    assert metrics_without_times(result) == metrics_without_times(free)
     for role in ("actor", "critic"):
         expected = weights_of(free, role)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(found, role).items())
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(result, role).items())
     here = {name: assets for name, assets, _ in watched}
     assert Asset("actor", "optimizer") in here["actor.update"] and Asset("critic", "optimizer") in here["critic.update"]
     assert (

@@ -42,8 +42,8 @@ def test_an_ignored_setting_is_reported_before_the_first_step(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     workshop.run(workers=2, trainer={"steps": 1})
-    said = capfd.readouterr().err
-    assert "workers=2 has no effect" in said[: said.index("step 1")]
+    output = capfd.readouterr().err
+    assert "workers=2 has no effect" in output[: output.index("step 1")]
 
 
 @pytest.mark.parametrize(

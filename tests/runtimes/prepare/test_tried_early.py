@@ -46,9 +46,9 @@ def test_refused_settings_a_lost_model_folder_and_a_failed_report_do_not_stop_th
         shutil.rmtree(model)
         monkeypatch.setattr("braidrl.observe.report.sample_groups", lambda _: 1 / 0)
         run.train()
-    saved, said = run.folder / "checkpoints" / "step-2" / "actor", capfd.readouterr().err
+    saved, output = run.folder / "checkpoints" / "step-2" / "actor", capfd.readouterr().err
     assert SAMPLING.items() <= json.loads((saved / "generation_config.json").read_text()).items()
-    assert "report.html could not be written (ZeroDivisionError" in said
+    assert "report.html could not be written (ZeroDivisionError" in output
     AutoModelForCausalLM.from_pretrained(saved)
     AutoTokenizer.from_pretrained(saved)
 

@@ -134,8 +134,8 @@ def test_missing_lines_of_metrics_are_reported(run: Path, lost: list[str], capsy
     kept = [line for line in path.read_text().splitlines() if str(json.loads(line)["step"]) not in lost]
     path.write_text("".join(line + "\n" for line in kept))
     train(run_config(run), resume=run)
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert f"{', '.join(lost)}; it goes on" in said
+    output = " ".join("".join(capsys.readouterr()).split())
+    assert f"{', '.join(lost)}; it goes on" in output
 
 
 def test_a_checkpoint_without_a_manifest_is_refused_whatever_format_it_names(run: Path) -> None:

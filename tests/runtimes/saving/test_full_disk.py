@@ -29,8 +29,8 @@ def in_a_mount(place: Path, size: str, *arguments: Any) -> tuple[int, str]:
         *arguments, folder=place.parent, prefix=f"from tests.commands import mount; mount({str(place)!r}, {size!r})"
     )
     with command:
-        _, said = command.communicate(timeout=300)
-    return command.returncode, said
+        _, output = command.communicate(timeout=300)
+    return command.returncode, output
 
 
 @pytest.mark.parametrize("case", soak_but(["streaming"], CASES))

@@ -28,9 +28,9 @@ def received_by(world: World) -> Iterator[list[memoryview]]:
     def collecting(
         purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
     ) -> dict[int, memoryview]:
-        found = exchange(purpose, messages, senders)
-        received.extend(found.values())
-        return found
+        result = exchange(purpose, messages, senders)
+        received.extend(result.values())
+        return result
 
     world.exchange = collecting  # type: ignore[method-assign]
     yield received
@@ -80,14 +80,14 @@ def same(one: Rows, other: Rows) -> bool:
 
 def columns_of_every_kind(world: World) -> dict[str, Any]:
     """Move all kinds of columns from all kinds of owners to all others."""
-    rows, found = table(), {}
+    rows, result = table(), {}
     for source in ("first two", "last two", "all", "second"):
         for target in ("first two", "last two", "all", "second"):
             edge, own = f"{source} to {target}", held(rows, owners(source), world.rank)
             received = moved(world, own if len(own) else Rows({}), owners(source), owners(target))
-            wanted = held(rows, owners(target), world.rank)
-            found[edge] = same(received, wanted) if len(wanted) else len(received) == 0
-    return found
+            expected = held(rows, owners(target), world.rank)
+            result[edge] = same(received, expected) if len(expected) else len(received) == 0
+    return result
 
 
 def bytes_of_an_exchange(world: World) -> dict[str, Any]:
@@ -112,9 +112,9 @@ CHECKS = {f.__name__: f for f in (columns_of_every_kind, bytes_of_an_exchange, n
 
 def answers(world: World, task: dict[str, Any]) -> dict[str, list[Any]]:
     """Every check's answers, rank by rank."""
-    found = {}
+    result = {}
     for name, check in CHECKS.items():
         world.at(name)
         parts = world.gather("answers", json.dumps(check(world)).encode())
-        found[name] = [json.loads(bytes(part)) for part in parts]
-    return found
+        result[name] = [json.loads(bytes(part)) for part in parts]
+    return result

@@ -45,9 +45,9 @@ def test_a_world_of_another_size_than_configured_is_refused(
 
 def test_failed_stage_names_rows_and_leaves_nothing(workshop: Workshop) -> None:
     process = braid("train", workshop.config_file("failing", flow=str(FAILING), runtime="distributed", workers=2))
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 1, said
-    first, *rest = said[said.index("braid: ") :].removeprefix("braid: ").splitlines()
+    _, output = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    first, *rest = output[output.index("braid: ") :].removeprefix("braid: ").splitlines()
     # Four groups of four rows on two ranks: the second has those from group 2 on.
     assert re.match(r"rank 1 .*step 1, fails_on_rank_1 .*8 rows .*: \(0, 2, 0\) .*\(0, 2, 3\)", first)
     assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)

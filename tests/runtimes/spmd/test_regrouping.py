@@ -79,14 +79,14 @@ def test_random_losses_and_arrivals_leave_the_result_as_it_is(workshop: Workshop
                 wait_for_steps(folder, EVERY * (number + 1), process)
                 time.sleep(draw.random() / 2)
                 changes.append(change(draw, process, folder))
-            _, said = process.communicate(timeout=200)
+            _, output = process.communicate(timeout=200)
         finally:
             process.kill()
     print(case, changes)
-    assert process.returncode == 0, said
+    assert process.returncode == 0, output
     killed = sum(one.startswith(("rank", "actor-")) for one in changes)
     # Two may be lost at once.
-    assert said.count("the others go on") >= killed - 1 and killed, said
+    assert output.count("the others go on") >= killed - 1 and killed, output
     for step in range(1, trainer["steps"] + 1):
         assert recorded(folder, step).uids() == recorded(quiet, step).uids()
     assert_equal(folder, quiet)
@@ -111,11 +111,11 @@ def run_that_loses(workshop: Workshop, runtime: str, layout: str, lost: tuple[in
             names = [KILLED[runtime].format(rank) for rank in lost]
             for victim in [pid for pid in descendants(process.pid) if name_of(pid) in names]:
                 os.kill(victim, signal.SIGKILL)
-            _, said = process.communicate(timeout=150)
+            _, output = process.communicate(timeout=150)
         finally:
             process.kill()
-    assert process.returncode == 0, said
-    return said
+    assert process.returncode == 0, output
+    return output
 
 
 def assert_equal(folder: Path, quiet: Path) -> None:

@@ -20,24 +20,24 @@ Answers = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def answers() -> Answers:
     """Return the results of three ranks, all started once."""
-    found: Answers = run_ranks("tests.runtimes.spmd.moving:answers", {}, RANKS, 200.0)
-    return found
+    result: Answers = run_ranks("tests.runtimes.spmd.moving:answers", {}, RANKS, 200.0)
+    return result
 
 
 def test_all_column_kinds_arrive_whole_even_with_empty_ranks(
     answers: Answers,
 ) -> None:
-    for rank, found in enumerate(answers["columns_of_every_kind"]):
-        assert len(found) == 16
-        assert all(found.values()), f"rank {rank}: {[edge for edge, same in found.items() if not same]}"
+    for rank, result in enumerate(answers["columns_of_every_kind"]):
+        assert len(result) == 16
+        assert all(result.values()), f"rank {rank}: {[edge for edge, same in result.items() if not same]}"
 
 
 def test_a_rank_receives_its_own_rows_and_nothing_more(answers: Answers) -> None:
-    found = answers["bytes_of_an_exchange"]
-    for about in found:
+    result = answers["bytes_of_an_exchange"]
+    for about in result:
         # Two messages have two headers, of a few hundred bytes each.
         assert about["received"] <= about["needed"] + 4096
-    assert found[2]["needed"] > 20_000, "otherwise the test proves nothing"
+    assert result[2]["needed"] > 20_000, "otherwise the test proves nothing"
 
 
 def test_rows_that_stay_where_they_are_are_not_touched(answers: Answers) -> None:

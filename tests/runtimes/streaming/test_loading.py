@@ -115,8 +115,8 @@ def largest_gap(workshop: Workshop, run: Path) -> float:
                     tokens, actions = rows["tokens"][row], rows["action_mask"][row]
                     with torch.no_grad():
                         logits = model(tokens[None]).logits[0, :-1].log_softmax(-1)
-                    found = logits.gather(1, tokens[1:, None])[:, 0][actions[1:]]
-                    gap = max(gap, float((found - rows["rollout_log_probs"][row])[drawn].abs().max()))
+                    result = logits.gather(1, tokens[1:, None])[:, 0][actions[1:]]
+                    gap = max(gap, float((result - rows["rollout_log_probs"][row])[drawn].abs().max()))
     return gap
 
 

@@ -178,8 +178,8 @@ def test_killed_main_process_resumes_with_exact_counts(workshop: Workshop, weigh
     process.kill()
     process.communicate()
     again = braid("train", "--resume", folder)
-    _, said = again.communicate(timeout=300)
-    assert again.returncode == 0, said
+    _, output = again.communicate(timeout=300)
+    assert again.returncode == 0, output
     last = latest_checkpoint(folder)
     assert last is not None
     sampling = read_state(last)["sampling"]

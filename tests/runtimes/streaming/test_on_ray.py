@@ -59,16 +59,16 @@ class RayNodes:
 
     def actors(self) -> list[int]:
         """Processes that a run has on the nodes."""
-        found = []
+        result = []
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 if {"ray::ProcessActor", "ray::StorageNode"} & set(
                     " ".join(process.cmdline()).replace(".", " ").split()
                 ):
-                    found.append(process.pid)
+                    result.append(process.pid)
             except psutil.NoSuchProcess:
                 continue
-        return found
+        return result
 
     def add(self, cpus: int) -> None:
         """Start another node, soon."""
@@ -153,10 +153,10 @@ def test_doctor_reports_missing_items_per_node(cluster: RayNodes, workshop: Work
         f"output={workshop.folder / 'shared'}",
         f"cluster.address={cluster.address}",
     )
-    said, errors = process.communicate(timeout=240)
-    lines = said.splitlines()
+    output, errors = process.communicate(timeout=240)
+    lines = output.splitlines()
     assert process.returncode == 1, errors
     nodes = [line.partition(":")[0] for line in lines if not line.startswith("PROBLEM")]
-    assert len(set(nodes)) == 2, said
-    assert lines[2:] == [f"PROBLEM: {node}: data.train: {missing} is not there" for node in nodes], said
+    assert len(set(nodes)) == 2, output
+    assert lines[2:] == [f"PROBLEM: {node}: data.train: {missing} is not there" for node in nodes], output
     assert not list((workshop.folder / "shared").iterdir()), "what the nodes wrote is gone"

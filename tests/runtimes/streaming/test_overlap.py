@@ -159,8 +159,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def spans_of(run: Path, stage: str, iteration: int) -> list[Span]:
-    found = [span for span in read_trace(run) if span.stage == stage and span.iteration == iteration]
-    return [span for span in found if span.state == "busy" and span.rows]
+    result = [span for span in read_trace(run) if span.stage == stage and span.iteration == iteration]
+    return [span for span in result if span.state == "busy" and span.rows]
 
 
 @pytest.mark.parametrize("flow", ["grpo", "dapo"])

@@ -84,12 +84,12 @@ def load(engine: PreTrainedModel, place: WeightLocation) -> None:
 def test_engine_holds_exactly_one_version_of_every_tensor(owner: StorageNode, name: str, way: str) -> None:
     trainer, engine = model(name, 1), model(name, 2)
     versions = writer(trainer, owner, weights=way)
-    wanted, place = logits(trainer), versions.begin()()
+    expected, place = logits(trainer), versions.begin()()
     with torch.no_grad():
         for parameter in trainer.parameters():
             parameter.add_(1)
     load(engine, place)
-    assert torch.equal(logits(engine), wanted)
+    assert torch.equal(logits(engine), expected)
     assert place.bytes == sum(part.local.nbytes for part in weight_parts(trainer).values())
 
 
@@ -107,12 +107,12 @@ def upper(part: WeightPart) -> Box:
 
 def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
     """The upper half of each tensor, or the lower one."""
-    found = {}
+    result = {}
     for name, part in weight_parts(of).items():
         box = upper(part)
         box = box if own else box.along(0, box.sizes[0], part.shape[0])
-        found[name] = replace(part, tensor=box.of(part.local), sliced=(part.shape, box))
-    return found
+        result[name] = replace(part, tensor=box.of(part.local), sliced=(part.shape, box))
+    return result
 
 
 def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: StorageNode, tmp_path: Path) -> None:

@@ -132,9 +132,9 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others(length: int) -> Non
 @pytest.mark.parametrize(("length", "window"), [(5, None), (40, 7), (256, None)])
 def test_kept_scores_give_the_blocked_kernels_outputs_and_gradients(length: int, window: int | None) -> None:
     states = [torch.randn(3, length, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    weights, found = torch.randn(3 * length, 4, 8, dtype=torch.float64), []
+    weights, result = torch.randn(3 * length, 4, 8, dtype=torch.float64), []
     for keep in (True, False):
         output = attend_equal(*states, Scores(0.3, window), keep)
-        found.append([output.detach(), *torch.autograd.grad((output * weights).sum(), states)])
-    for kept, blocked in zip(*found, strict=True):
+        result.append([output.detach(), *torch.autograd.grad((output * weights).sum(), states)])
+    for kept, blocked in zip(*result, strict=True):
         torch.testing.assert_close(kept, blocked, rtol=0, atol=1e-12)

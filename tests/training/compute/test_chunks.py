@@ -71,9 +71,9 @@ def test_cpu_kernels_match_the_formula_for_peaked_distributions(scale: float) ->
     log_probs, log_sums, entropies = statistics(logits, targets, TEMPERATURE)
     torch.testing.assert_close(log_probs, expected.detach().float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropy.detach().float(), rtol=1e-4, atol=1e-5)
-    found = gradient(logits, targets, TEMPERATURE, log_sums, entropies, own, of_entropy)
+    gradients = gradient(logits, targets, TEMPERATURE, log_sums, entropies, own, of_entropy)
     assert exact.grad is not None
-    torch.testing.assert_close(found, exact.grad.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients, exact.grad.float(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
@@ -111,10 +111,10 @@ def test_nan_logit_affects_only_its_own_tokens_log_prob() -> None:
     logits = torch.randn(3, VOCABULARY)
     logits[1, 700] = float("nan")
     log_probs, log_sums, entropies = statistics(logits, torch.tensor([0, 1, 2]), TEMPERATURE)
-    for found in (log_probs, log_sums, entropies):
-        assert found.isnan().tolist() == [False, True, False]
+    for result in (log_probs, log_sums, entropies):
+        assert result.isnan().tolist() == [False, True, False]
 
 
 def test_no_tokens_have_no_log_probs() -> None:
-    found = statistics(torch.empty(0, VOCABULARY), torch.empty(0, dtype=torch.int64), TEMPERATURE)
-    assert [len(part) for part in found] == [0, 0, 0]
+    result = statistics(torch.empty(0, VOCABULARY), torch.empty(0, dtype=torch.int64), TEMPERATURE)
+    assert [len(part) for part in result] == [0, 0, 0]

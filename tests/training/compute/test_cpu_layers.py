@@ -19,18 +19,18 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "qwen3-moe"])
 def test_compiled_layers_match_plain_outputs_and_gradients(name: str, dtype: torch.dtype) -> None:
     tokens, sequences = torch.randint(0, SIZES["vocab_size"], (1, sum(LENGTHS))), PackedSequences.of(LENGTHS)
-    found = []
-    for wanted in (False, True):
+    result = []
+    for expected in (False, True):
         model = models(name, dtype)[0]
-        if wanted:
+        if expected:
             compile_layers(model)
             assert type(model.model.norm).forward is norm_of
         hidden = model.model(
             input_ids=tokens, position_ids=sequences.position_ids(), use_cache=False, sequences=sequences
         ).last_hidden_state
         (hidden.float() * torch.linspace(-1, 1, hidden.shape[-1])).sum().backward()
-        found.append((hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (plain, gradients), (compiled, compiled_gradients) = found
+        result.append((hidden.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (plain, gradients), (compiled, compiled_gradients) = result
     assert gradients.keys() == compiled_gradients.keys()
     torch.testing.assert_close(compiled, plain, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for parameter, gradient in gradients.items():
@@ -63,11 +63,11 @@ def test_products_and_their_gradients_are_torchs(rows: int, out: int) -> None:
     x = torch.randn(2, rows, 24, requires_grad=True)
     expected = layer(x)
     weights = torch.randn_like(expected)
-    wanted = torch.autograd.grad((expected * weights).sum(), [x, layer.weight, layer.bias])
+    expected_values = torch.autograd.grad((expected * weights).sum(), [x, layer.weight, layer.bias])
     result = product(x, layer.weight, layer.bias)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
     for mine, theirs in zip(
-        torch.autograd.grad((result * weights).sum(), [x, layer.weight, layer.bias]), wanted, strict=True
+        torch.autograd.grad((result * weights).sum(), [x, layer.weight, layer.bias]), expected_values, strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 

@@ -70,8 +70,8 @@ def test_kernels_leave_unsupported_layers_to_the_modules(dtype: torch.dtype, dev
         raise AssertionError("the kernels were asked")
 
     plain, _ = outputs("qwen3", dtype, None)
-    found, _ = outputs("qwen3", dtype, LayerKernels(device, never, never, never))  # type: ignore[arg-type]
-    assert torch.equal(found, plain)
+    result, _ = outputs("qwen3", dtype, LayerKernels(device, never, never, never))  # type: ignore[arg-type]
+    assert torch.equal(result, plain)
 
 
 @pytest.mark.soak

@@ -49,9 +49,9 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
     assert entropy.requires_grad == with_entropy_grad
     per_token = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
     bonus = 0.3 * per_token.flip(0) if with_entropy_grad else torch.zeros_like(per_token)
-    found = torch.autograd.grad((per_token * log_probs + bonus * entropy).sum(), (hidden, weight))
-    wanted = torch.autograd.grad((per_token * expected + bonus * expected_entropy).sum(), (hidden, weight))
-    for mine, theirs in zip(found, wanted, strict=True):
+    gradients = torch.autograd.grad((per_token * log_probs + bonus * entropy).sum(), (hidden, weight))
+    expected_values = torch.autograd.grad((per_token * expected + bonus * expected_entropy).sum(), (hidden, weight))
+    for mine, theirs in zip(gradients, expected_values, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 

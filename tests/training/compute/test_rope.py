@@ -93,8 +93,8 @@ def test_packed_rows_on_both_sides_of_the_length_are_those_of_rows_alone(name: s
     rows = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
     with torch.no_grad():
         packed = packed_log_probs(models(name)[1], rows)
-    for row, found in zip(rows, packed, strict=True):
-        torch.testing.assert_close(found, of_tokens(alone(name, row), row), atol=1e-5, rtol=0)
+    for row, result in zip(rows, packed, strict=True):
+        torch.testing.assert_close(result, of_tokens(alone(name, row), row), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama"])
@@ -105,15 +105,15 @@ def test_a_prompt_is_shared_by_responses_with_its_factors_alone(name: str) -> No
     families = families_of(rows, lengths)
     assert families is not None and len(families) == {"phi3": 4, "llama": 5}[name]
     shared, apart = (pack(rows, torch.device("cpu"), share, lengths) for share in (True, False))
-    found = []
+    result = []
     for packed in (shared, apart):
         hidden = run_body(model, packed.input_ids[None], packed.position_ids[None], packed.attention())[0]
-        found.append(predicted_log_probs(model, hidden[packed.predictors], packed.targets)[0])
-    torch.testing.assert_close(*found, atol=1e-5, rtol=0)
+        result.append(predicted_log_probs(model, hidden[packed.predictors], packed.targets)[0])
+    torch.testing.assert_close(*result, atol=1e-5, rtol=0)
     row = rows["tokens"][0]
     mask = rows["action_mask"][0]
     expected = of_tokens(alone(name, row), row)[mask[1:]]
-    torch.testing.assert_close(found[0][: len(expected)], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result[0][: len(expected)], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", soak_but(["phi3"], ROPES))
@@ -149,9 +149,9 @@ def test_proof_has_rows_on_both_sides_and_sees_factors_of_the_longest_row(name: 
     with quietly():
         right, wrong = Twin(config_of(name)), Twin(config_of(name), alter=of_the_longest)
         findings = [*packed_findings(right, right.model(PACKED)), decoding_finding(right, PACKED)]
-        found = packed_findings(wrong, wrong.model(PACKED))
+        predicted = packed_findings(wrong, wrong.model(PACKED))
     assert [finding for finding in findings if not finding.holds] == []
-    assert not found[0].holds
+    assert not predicted[0].holds
 
 
 def test_ranks_that_shard_the_tokens_of_rows_agree_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

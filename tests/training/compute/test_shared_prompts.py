@@ -76,13 +76,13 @@ def in_float64(model: PreTrainedModel) -> PreTrainedModel:
 def test_log_probs_and_gradients_are_those_of_the_rows_apart(name: str) -> None:
     rows, model = rows_of(), in_float64(models(name)[0])
     weights = torch.randn(int(rows["action_mask"].values.sum()), dtype=torch.float64)
-    found = []
+    result = []
     for packed in (pack(rows, CPU), pack(rows, CPU, share_prompts=True)):
         values = log_probs(model, packed)
         model.zero_grad()
         (values * weights).sum().backward()
-        found.append((values.detach(), {n: p.grad for n, p in model.named_parameters()}))
-    (apart, gradients), (shared, shared_gradients) = found
+        result.append((values.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    (apart, gradients), (shared, shared_gradients) = result
     torch.testing.assert_close(shared, apart, rtol=0, atol=1e-9)
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(shared_gradients[parameter], gradient, rtol=0, atol=1e-9)

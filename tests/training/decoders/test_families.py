@@ -137,8 +137,8 @@ def test_family_is_killed_and_resumes_as_if_nothing_had_happened(tmp_path: Path,
     assert len(read_metrics(killed)) < 4
     if layout:
         again = braid("train", "--resume", killed)
-        _, said = again.communicate(timeout=180)
-        assert again.returncode == 0, said
+        _, output = again.communicate(timeout=180)
+        assert again.returncode == 0, output
     else:
         with TrainingRun(run_config(killed), resume=killed) as run:
             run.train()

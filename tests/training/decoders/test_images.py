@@ -111,13 +111,13 @@ def test_packed_rows_with_images_equal_transformers_rows_alone(family: str, tmp_
     # Sampled tokens may have the id of an image's tokens: they are text.
     responses = [torch.tensor([9, seeing.vision.token, 10 + n]) for n in range(len(ROWS))]
     rows = seeing.rows(responses)
-    found = seeing.log_probs(rows)
+    result = seeing.log_probs(rows)
     expected = [seeing.alone(rows["tokens"][n], spans)[-3:] for n, (_, spans) in enumerate(seeing.prompts) if not spans]
-    assert torch.allclose(found.view(-1, 3)[[2, 5]], torch.stack(expected), atol=1e-9, rtol=0)
+    assert torch.allclose(result.view(-1, 3)[[2, 5]], torch.stack(expected), atol=1e-9, rtol=0)
     plain = seeing.rows([torch.tensor([9, 10, 10 + n]) for n in range(len(ROWS))])
-    found = seeing.log_probs(plain)
+    result = seeing.log_probs(plain)
     expected = [seeing.alone(plain["tokens"][n], spans)[-3:] for n, (_, spans) in enumerate(seeing.prompts)]
-    assert torch.allclose(found, torch.cat(expected), atol=1e-9, rtol=0)
+    assert torch.allclose(result, torch.cat(expected), atol=1e-9, rtol=0)
     assert seeing.images.encoded_count == len(SIZES), "each image is encoded once"
 
 
@@ -175,9 +175,9 @@ def test_images_that_touch_have_the_positions_of_images_apart_without_the_token_
     joined = torch.cat([ids[: between - 1], ids[between + 1 :]])
     touching = [spans[0], *moved(spans[1:], -2)]
     assert touching[0].start + touching[0].tokens == touching[1].start
-    found = seeing.images.placed(joined, [len(joined)], touching).positions
-    assert torch.equal(found[: between - 1], positions[: between - 1])
-    assert torch.equal(found[between - 1 :], positions[between + 1 :] - 2)
+    result = seeing.images.placed(joined, [len(joined)], touching).positions
+    assert torch.equal(result[: between - 1], positions[: between - 1])
+    assert torch.equal(result[between - 1 :], positions[between + 1 :] - 2)
 
 
 def test_kept_images_stay_within_their_bytes(tmp_path: Path) -> None:

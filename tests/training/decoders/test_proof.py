@@ -75,8 +75,8 @@ def test_plan_is_found_by_structure_and_engine_agrees_with_trainer(name: str) ->
 @pytest.mark.parametrize("name", ["qwen3_5_text", "gpt_oss", "deepseek_v3"])
 def test_new_families_are_saved_read_in_parts_and_adapted_exactly(name: str) -> None:
     with quietly():
-        found = [accept(measure, twin_of(name), PLANS[name]) for measure in MEASURES]
-    assert [f for f in found if not f.holds and (name, f.name) != ("gpt_oss", AXES["tensor"])] == []
+        result = [accept(measure, twin_of(name), PLANS[name]) for measure in MEASURES]
+    assert [f for f in result if not f.holds and (name, f.name) != ("gpt_oss", AXES["tensor"])] == []
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta"])
@@ -101,9 +101,9 @@ def wrong_lines(twin: Twin, plan: ForwardPlan) -> list[str]:
 
 def each(model: Any, name: str) -> list[Any]:
     """Return the modules with this attribute."""
-    found = [module for module in model.modules() if getattr(module, name, None) is not None]
-    assert found
-    return found
+    result = [module for module in model.modules() if getattr(module, name, None) is not None]
+    assert result
+    return result
 
 
 def without_scale(model: Any) -> None:

@@ -48,13 +48,13 @@ def test_resident_bytes_are_those_of_a_model_that_trains(
     optimizer.collect("rows")
     (hidden.sum() + model.get_output_embeddings().weight.sum()).backward()
     gradients = [part for part in optimizer.sums["rows"] if part is not None]
-    found = {"weights": size(list(model.parameters())), "gradients": size(gradients)}
+    result = {"weights": size(list(model.parameters())), "gradients": size(gradients)}
     optimizer.step({"rows": 1.0}, 1)
     state = optimizer.state()
     if dtype is torch.bfloat16:
-        found["master weights"] = size([t for name, t in state.items() if name.endswith("master")])
-    found["AdamW moments"] = size([t for name, t in state.items() if "exp_avg" in name])
-    assert resident_bytes(model_shape(tiny_models[name], dtype), trained=True) == found
+        result["master weights"] = size([t for name, t in state.items() if name.endswith("master")])
+    result["AdamW moments"] = size([t for name, t in state.items() if "exp_avg" in name])
+    assert resident_bytes(model_shape(tiny_models[name], dtype), trained=True) == result
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])

@@ -90,8 +90,8 @@ def test_offloaded_worker_trains_identically_to_one_that_never_moved(tiny_models
     everything = torch.arange(len(make_rows()))
     moved, stayed = (RoleWorker(BackendSpec("actor", config, train=True)) for _ in range(2))
     for iteration in (1, 2, 3):
-        expected, found = one_step(stayed, everything, iteration), one_step(moved, everything, iteration)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        expected, values = one_step(stayed, everything, iteration), one_step(moved, everything, iteration)
+        assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
         for movable in moved.offloadable.values():
             movable.offload()
         assert moved.optimizer is not None

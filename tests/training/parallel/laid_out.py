@@ -149,19 +149,19 @@ def one_step(
     if replays:
         rows, objective = with_routes(rows, worker.model), replace(objective, replays=True)
     own, sums = rows.take(mine), Sums() if sums is None else sums
-    found = {"log_probs": worker.forward("log_probs", own).values}
+    result = {"log_probs": worker.forward("log_probs", own).values}
     if replays:
         _, routes = worker.forward_with_routes(own.without([ROUTED_EXPERTS]))
-        found["routes"] = routes.values.flatten().double()
+        result["routes"] = routes.values.flatten().double()
     half = len(own) // 2
     for part in (own.take(list(range(half))), own.take(list(range(half, len(own))))):
         worker.forward_backward(objective, part, sums)
     norm = worker.optim_step({"tokens": denominators(rows)["tokens"]}, iteration)
     assert norm is not None and worker.optimizer is not None
-    found["norm"] = torch.tensor(norm, dtype=torch.float64)
-    found |= {name: torch.tensor(load) for name, load in worker.step_metrics.items()}
-    found |= {f"state {name}": full_tensor(t) for name, t in divided_state(worker.optimizer).items()}
-    return found | {f"weight {name}": tensor.clone() for name, tensor in worker.full_state_dict().items()}
+    result["norm"] = torch.tensor(norm, dtype=torch.float64)
+    result |= {name: torch.tensor(load) for name, load in worker.step_metrics.items()}
+    result |= {f"state {name}": full_tensor(t) for name, t in divided_state(worker.optimizer).items()}
+    return result | {f"weight {name}": tensor.clone() for name, tensor in worker.full_state_dict().items()}
 
 
 @cache
@@ -174,8 +174,8 @@ def alone(
     worker = RoleWorker(BackendSpec("actor", config_of(model, dtype=dtype, **json.loads(trainer)), train=True))
     for iteration in range(1, steps + 1):
         sums = Sums()
-        found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt, replays, sums)
-    return found | {f"mean {name}": torch.tensor(mean) for name, mean in sums.means().items()}
+        values = one_step(worker, torch.arange(len(make_rows())), iteration, prompt, replays, sums)
+    return values | {f"mean {name}": torch.tensor(mean) for name, mean in sums.means().items()}
 
 
 def differences(
@@ -220,7 +220,7 @@ def not_divided(worker: RoleWorker, ranks: int) -> list[str]:
 def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
     """Return, by case, the differences of any rank from a single process."""
     torch.set_num_threads(1)
-    found = {}
+    result = {}
     for name, (model, layout, dtype) in task["cases"].items():
         world.at(name)
         mine = own_rows(make_rows(), world)
@@ -228,34 +228,34 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
             BackendSpec("actor", config_of(model, layout, dtype), True, DataParallel(world.group, world))
         )
         differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype, task.get("limit", 1e-7))
-        found[name] = of_all_ranks(world, differing + not_divided(worker, world.size))
+        result[name] = of_all_ranks(world, differing + not_divided(worker, world.size))
     for name, case in task.get("stepped", {}).items():
         world.at(name)
-        found[name] = of_all_ranks(world, three_steps(world, *case))
+        result[name] = of_all_ranks(world, three_steps(world, *case))
     for name, (model, layouts) in task.get("experts", {}).items():
         world.at(name)
-        found[name] = of_all_ranks(world, divided_experts(world, model, layouts, Path(task["folder"], name)))
+        result[name] = of_all_ranks(world, divided_experts(world, model, layouts, Path(task["folder"], name)))
     saved = list[Path]()
     for model, layout in task.get("adapted", []):
         world.at(f"adapters under {layout}")
         saved.append(Path(task["folder"], f"adapted-{len(saved)}"))
         differing = adapted_steps(world, model, layout, saved[-2:], EXPERT_ADAPTERS, limit=1e-9)
-        found[f"adapters under {layout}"] = of_all_ranks(world, differing)
+        result[f"adapters under {layout}"] = of_all_ranks(world, differing)
     for model, layout, prompt in task.get("shared", []):
-        found[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
+        result[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
     for model, layout in task.get("kept", []):
-        found[f"{model} keeps under {layout}"] = of_all_ranks(world, kept_otherwise(world, model, layout))
+        result[f"{model} keeps under {layout}"] = of_all_ranks(world, kept_otherwise(world, model, layout))
     for case in task.get("copied", []):
-        found |= copied_weights(world, *case)
+        result |= copied_weights(world, *case)
     for number, (model, layout, trainer) in enumerate(task.get("contract", [])):
         keep_contract(world, config_of(model, layout, **trainer), Path(task["folder"], f"contract-{number}"))
     for case in task.get("saved", []):
-        found |= saved_and_loaded(world, *case)
+        result |= saved_and_loaded(world, *case)
     for case in task.get("parts", []):
-        found |= written_in_parts(world, *case)
+        result |= written_in_parts(world, *case)
     for case in task.get("reshaped", []):
-        found |= reshaped(world, *case)
-    return found
+        result |= reshaped(world, *case)
+    return result
 
 
 def of_all_ranks(world: World, differing: list[str]) -> list[str]:
@@ -276,11 +276,11 @@ def three_steps(
     worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     for iteration in range(1, 4):
         sums = Sums()
-        found = one_step(worker, mine, iteration, replays=replays, sums=sums)
+        values = one_step(worker, mine, iteration, replays=replays, sums=sums)
     parts = world.gather("metrics", json.dumps(sums.pairs()).encode())
     means = Sums().merge(*(Sums(json.loads(bytes(part))) for part in parts)).means()
-    found |= {f"mean {name}": torch.tensor(mean) for name, mean in means.items()}
-    return differences(found, alone(model, steps=3, trainer=json.dumps(trainer), replays=replays), mine, limit=limit)
+    values |= {f"mean {name}": torch.tensor(mean) for name, mean in means.items()}
+    return differences(values, alone(model, steps=3, trainer=json.dumps(trainer), replays=replays), mine, limit=limit)
 
 
 def divided_experts(world: World, model: str, layouts: list[dict[str, Any]], folder: Path) -> list[str]:
@@ -303,12 +303,12 @@ def divided_experts(world: World, model: str, layouts: list[dict[str, Any]], fol
     problems = [f"holds {held} elements of experts, its share is {share}"] * (not experts or held != share)
     if len(read) != len(stored) // (layout.expert * layout.pipeline):
         problems.append(f"reads {len(read)} tensors of experts, of {len(stored)}")
-    found = one_step(worker, mine)
-    problems += differences(found, alone(model), mine, limit=1e-9)
+    values = one_step(worker, mine)
+    problems += differences(values, alone(model), mine, limit=1e-9)
     worker.export(folder, world.first)
     for iteration in (2, 3):
-        found = one_step(worker, mine, iteration)
-    problems += differences(found, alone(model, steps=3), mine, limit=1e-9)
+        values = one_step(worker, mine, iteration)
+    problems += differences(values, alone(model, steps=3), mine, limit=1e-9)
     world.gather("exported", b"")
     for other in layouts[1:]:
         resumed = RoleWorker(BackendSpec("actor", config_of(model, other), True, DataParallel(world.group, world)))
@@ -333,13 +333,13 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
     """Report a forward pass that saves more or less for the backward pass than counted, where tensors between matrices
     are whole once.
     """
-    tokens, found = 96, []
+    tokens, result = 96, []
     shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).resolve(world.size)
     one = tokens * shape.config.hidden_size * shape.element_bytes
     # The inputs of each layer and of the last norm, and two results of it, are sharded. Their products are whole.
     inputs = (shape.config.num_hidden_layers + 3 - 1) * one // whole.tensor + one
     counted = {False: activation_bytes(shape, tokens, False, whole), True: inputs}
-    for checkpointing, wanted in counted.items():
+    for checkpointing, expected in counted.items():
         config = config_of(model, layout)
         trainer = config.trainer.model_copy(update={"activation_checkpointing": checkpointing})
         worker = RoleWorker(
@@ -347,9 +347,9 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
         )
         worker.model.train()
         real = kept_bytes(worker.model, tokens)
-        if not 0.9 < real / wanted < 1.1:
-            found.append(f"keeps {real} bytes where {wanted} are counted, with {checkpointing=}")
-    return found
+        if not 0.9 < real / expected < 1.1:
+            result.append(f"keeps {real} bytes where {expected} are counted, with {checkpointing=}")
+    return result
 
 
 def copied_weights(world: World, model: str, other: str, layouts: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -361,10 +361,12 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
         for path, layout in zip((model, other), layouts, strict=True)
     )
     own, others = first.full_state_dict(), second.full_state_dict()
-    wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
+    expected = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
     RoleCopy(first, second).move(0.25)
-    found = first.full_state_dict()
-    return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
+    tensors = first.full_state_dict()
+    return {
+        f"copied {layouts}": [n for n, t in tensors.items() if not torch.allclose(t, expected[n], rtol=0, atol=1e-12)]
+    }
 
 
 class Largest(TorchDispatchMode):
@@ -387,8 +389,8 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     """
     config = adapted_config(model, layouts[0]) if lora else config_of(model, layouts[0])
     worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
-    found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
-    wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
+    values, expected = {}, one_step(worker, own_rows(make_rows(), world))
+    expected = {name.removeprefix("weight "): tensor for name, tensor in expected.items() if name.startswith("weight ")}
     limit = 8192  # Less than a matrix of a layer.
     for layout in layouts[1:]:
         other = RoleWorker(
@@ -400,17 +402,17 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
         problems = [
             f"{name} differs"
             for name, tensor in other.full_state_dict().items()
-            if not equal(tensor, wanted[name], lora)
+            if not equal(tensor, expected[name], lora)
         ]
         problems += traffic_problems(copy.transfer, limit)
         if not lora and largest.bytes > limit:
             problems.append(f"a tensor of {largest.bytes} bytes was made")
         if layout == layouts[0] and copy.transfer.traffic.sent + copy.transfer.traffic.received:
             problems.append("what was there was sent")
-        found[f"{model} {layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
-    found[f"{model} {layouts[0]} to files, lora {lora}"] = everywhere(world, written(world, worker, wanted, lora))
-    found[f"{model} {layouts[0]} to slices, lora {lora}"] = everywhere(world, sliced(world, worker, wanted, lora))
-    return found
+        values[f"{model} {layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
+    values[f"{model} {layouts[0]} to files, lora {lora}"] = everywhere(world, written(world, worker, expected, lora))
+    values[f"{model} {layouts[0]} to slices, lora {lora}"] = everywhere(world, sliced(world, worker, expected, lora))
+    return values
 
 
 def written(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> list[str]:
@@ -465,8 +467,8 @@ def sliced(world: World, worker: RoleWorker, wanted: Found, nearly: bool) -> lis
     model, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(group))
     copy = copy_within(worker, lambda: weight_parts(model, slices), divided=True)
     copy.refresh()
-    found = model.state_dict()
-    problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]
+    tensors = model.state_dict()
+    problems = [n for n, whole in wanted.items() if not equal(tensors[n], slices.boxes[n].of(whole), nearly)]
     if worker.config.trainer.layout == ParallelLayout(tensor=2) and copy.transfer.traffic.sent:
         problems.append("what was there was sent")
     return problems + traffic_problems(copy.transfer, LIMIT_BYTES)
@@ -484,12 +486,12 @@ def traffic_problems(transfer: WeightTransfer, limit: int) -> list[str]:
         sum(moves.total for moves in some)
         for some in zip(*((p.sends, p.receives) for p in transfer.plans), strict=True)
     ]
-    found = [
+    result = [
         f"{done} bytes of {all_}"
         for done, all_ in zip((traffic.sent, traffic.received), planned, strict=True)
         if done != all_
     ]
-    return found + [f"{traffic.peak} bytes at a time"] * (traffic.peak > limit)
+    return result + [f"{traffic.peak} bytes at a time"] * (traffic.peak > limit)
 
 
 def everywhere(world: World, problems: list[str]) -> list[str]:
@@ -519,7 +521,7 @@ def written_in_parts(world: World, model: str, layouts: list[dict[str, Any]], fo
     """Write a checkpoint of several files after a step in each layout, and resume it in the next one; count what ranks
     write and hold.
     """
-    found, mine, limit, count = {}, own_rows(make_rows(), world), 8192, []
+    result, mine, limit, count = {}, own_rows(make_rows(), world), 8192, []
 
     def counted(handle: int, data: Any, at: int) -> None:
         count.append(len(data))
@@ -555,13 +557,13 @@ def written_in_parts(world: World, model: str, layouts: list[dict[str, Any]], fo
         other = RoleWorker(BackendSpec("actor", config_of(model, following), True, DataParallel(world.group, world)))
         other.load(saved)
         problems += differences(one_step(other, mine, 2), alone(model, steps=2), mine)
-        found[f"{model} in parts under {layout}"] = everywhere(world, problems)
-    return found
+        result[f"{model} in parts under {layout}"] = everywhere(world, problems)
+    return result
 
 
 def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:
     """Save after a step in the first layout, resume in each layout, and export each in float32."""
-    found, mine = {}, own_rows(make_rows(), world)
+    result, mine = {}, own_rows(make_rows(), world)
     first = RoleWorker(BackendSpec("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world)))
     one_step(first, mine)
     first.export(Path(folder, "saved"), world.first)
@@ -569,26 +571,26 @@ def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], fo
         world.gather("saved", b"")
         worker = RoleWorker(BackendSpec("actor", config_of(model, layout), True, DataParallel(world.group, world)))
         worker.load(Path(folder, "saved"))
-        found[f"loaded under {layout} from {layouts[0]}"] = differences(
+        result[f"loaded under {layout} from {layouts[0]}"] = differences(
             one_step(worker, mine, 2), alone(model, steps=2), mine
         ) + not_divided(worker, world.size)
         single = RoleWorker(
             BackendSpec("actor", config_of(model, layout, "float32"), True, DataParallel(world.group, world))
         )
         single.export(Path(folder, f"export-{number}"), world.first)
-    return found
+    return result
 
 
 def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
     """Return differences of adapters from a single process in each layout, directly and after a resume."""
     torch.set_num_threads(1)
-    found, folders = {}, [Path(task["folder"], "alone")]
+    result, folders = {}, [Path(task["folder"], "alone")]
     for number, layout in enumerate(task["layouts"]):
         world.at(str(layout))
         folders.append(Path(task["folder"], f"saved-{number}"))
         # The state saved by this layout, by the previous one, and by one process.
-        found[str(layout)] = of_all_ranks(world, adapted_steps(world, task["model"], layout, folders[-2:]))
-    return found
+        result[str(layout)] = of_all_ranks(world, adapted_steps(world, task["model"], layout, folders[-2:]))
+    return result
 
 
 def adapted_steps(
@@ -620,5 +622,5 @@ def adapted_config(model: str, layout: dict[str, Any] | None = None, targets: Ta
 def alone_adapted(model: str, steps: int, targets: Targets = ()) -> Found:
     worker = RoleWorker(BackendSpec("actor", adapted_config(model, targets=targets), train=True))
     for iteration in range(1, steps + 1):
-        found = one_step(worker, torch.arange(len(make_rows())), iteration)
-    return found
+        values = one_step(worker, torch.arange(len(make_rows())), iteration)
+    return values

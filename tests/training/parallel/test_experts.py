@@ -88,8 +88,8 @@ def test_ranks_that_share_experts_balance_and_adapt_as_one_process(mixture: str,
     balanced = {f"balance under {layout}": (mixture, layout, BALANCE, True) for layout in BALANCED[size]}
     adapted = {f"adapters under {layout}": (mixture, layout) for layout in ADAPTED[size]}
     task = {"cases": {}, "stepped": balanced, "adapted": list(adapted.values()), "folder": str(tmp_path)}
-    found = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
-    assert found == {name: [] for name in (*balanced, *adapted)}
+    of_ranks = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
+    assert of_ranks == {name: [] for name in (*balanced, *adapted)}
 
 
 def test_an_expert_axis_that_divides_no_devices_is_refused_in_one_line() -> None:
@@ -130,8 +130,8 @@ def test_a_killed_run_goes_on_the_same_with_four_ranks_of_experts_and_then_witho
         given = ["--resume", killed]
     assert steps <= len(read_metrics(killed)) < 6
     process = braid("train", *given, "runtime=eager", "workers=1", "trainer.layout.expert=1")
-    _, said = process.communicate(timeout=180)
-    assert process.returncode == 0, said
+    _, output = process.communicate(timeout=180)
+    assert process.returncode == 0, output
     assert metrics_agree(killed, whole)
     ours, theirs = (weights(run / "checkpoints" / "step-6") for run in (killed, whole))
     for name, tensor in theirs.items():

@@ -101,16 +101,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = run_ranks(
+    problems: dict[str, list[str]] = run_ranks(
         "tests.training.parallel.laid_out:compare", {"cases": cases, **more}, size, WAIT_S
     )
-    return found
+    return problems
 
 
 def test_two_ranks_give_the_result_of_one_process(models: dict[str, str]) -> None:
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
-    found = in_ranks(2, cases)
-    assert found == {name: [] for name in found} and len(found) == len(cases)
+    of_ranks = in_ranks(2, cases)
+    assert of_ranks == {name: [] for name in of_ranks} and len(of_ranks) == len(cases)
 
 
 @pytest.mark.soak
@@ -141,16 +141,16 @@ def test_two_ranks_copy_share_and_step_as_one_process_and_keep_the_contract(
     stepped["tower tensor"] = (models["qwen2_5_vl"], {"tensor": 2}, seen, False, 1e-5)
     contract += [(models["qwen3"], {"shard": "full"}, muon)]
     more = {"copied": copied, "shared": shared, "kept": kept, "stepped": stepped}
-    found = in_ranks(2, {}, contract=contract, folder=str(tmp_path), **more)
-    assert found == {name: [] for name in found} and len(found) == sum(map(len, more.values()))
+    of_ranks = in_ranks(2, {}, contract=contract, folder=str(tmp_path), **more)
+    assert of_ranks == {name: [] for name in of_ranks} and len(of_ranks) == sum(map(len, more.values()))
 
 
 @pytest.mark.soak
 def test_four_ranks_agree_and_resume_checkpoints_of_other_layouts(models: dict[str, str], tmp_path: Path) -> None:
     model, everything = models["qwen2"], torch.arange(len(make_rows()))
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[4] if layout not in LEFT_OUT}
-    found = in_ranks(4, cases, saved=[(model, tried, str(tmp_path / name)) for name, tried in SAVED.items()])
-    assert found == {name: [] for name in found} and len(found) == len(cases) + sum(map(len, SAVED.values()))
+    of_ranks = in_ranks(4, cases, saved=[(model, tried, str(tmp_path / name)) for name, tried in SAVED.items()])
+    assert of_ranks == {name: [] for name in of_ranks} and len(of_ranks) == len(cases) + sum(map(len, SAVED.values()))
 
     source = load_file(Path(model, "model.safetensors"))
     for name, tried in SAVED.items():
@@ -187,8 +187,10 @@ RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
 def test_weights_reshard_to_other_layouts_and_files_exactly(models: dict[str, str], size: int) -> None:
     """Check bitwise equality, bucket limits, and that held blocks are not sent."""
     cases = [(models[name], layouts, lora) for name, layouts, lora in RESHAPED[size]]
-    found = in_ranks(size, {}, reshaped=cases)
-    assert found == {name: [] for name in found} and len(found) == sum(len(layouts) + 1 for _, layouts, _ in cases)
+    of_ranks = in_ranks(size, {}, reshaped=cases)
+    assert of_ranks == {name: [] for name in of_ranks} and len(of_ranks) == sum(
+        len(layouts) + 1 for _, layouts, _ in cases
+    )
 
 
 @pytest.mark.soak
@@ -196,25 +198,25 @@ def test_weights_reshard_to_other_layouts_and_files_exactly(models: dict[str, st
 def test_weights_go_from_every_layout_to_every_other(models: dict[str, str], lora: bool) -> None:
     layouts = [{}, *(layout for _, layout in PAIRWISE[4])]
     cases = [(models[name], [first, *layouts], lora) for first in layouts for name in ("qwen2", "qwen3")]
-    found = in_ranks(4, {}, reshaped=cases)
-    assert found == {name: [] for name in found}
+    of_ranks = in_ranks(4, {}, reshaped=cases)
+    assert of_ranks == {name: [] for name in of_ranks}
 
 
 @pytest.mark.soak
 def test_every_rank_writes_and_hashes_its_files_of_one_checkpoint(models: dict[str, str], tmp_path: Path) -> None:
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"pipeline": 2}, {"shard": "full"}]
     cases = [(models[name], layouts[start:], str(tmp_path / name)) for name, start in (("qwen2", 0), ("mixture", 1))]
-    found = in_ranks(2, {}, parts=cases)
-    assert found == {name: [] for name in found} and len(found) == sum(len(tried) for _, tried, _ in cases)
+    of_ranks = in_ranks(2, {}, parts=cases)
+    assert of_ranks == {name: [] for name in of_ranks} and len(of_ranks) == sum(len(tried) for _, tried, _ in cases)
     for name, start in (("qwen2", 0), ("mixture", 1)):
         for number in range(len(layouts) - start):
             folder = tmp_path / name / f"saved-{number}"
             files = list(folder.glob("model-*.safetensors"))
             assert len(files) > 2 and (folder / "model.safetensors.index.json").is_file()
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
-            wanted = alone(models[name])
+            expected = alone(models[name])
             for tensor, value in loaded.items():
-                torch.testing.assert_close(value, wanted[f"weight {tensor}"], rtol=1e-7, atol=1e-7)
+                torch.testing.assert_close(value, expected[f"weight {tensor}"], rtol=1e-7, atol=1e-7)
             stored = {key for file in files for key in load_file(file)}
             assert stored == load_file(Path(models[name], "model.safetensors")).keys(), "the hub's names"
 
@@ -278,23 +280,23 @@ def test_every_product_of_axes_and_shards_gives_the_result_of_one_process(size: 
         # With four and eight processes each layout uses one of the models, and each kind of shard uses all of them.
         for name in kinds if size == 2 else [kinds[number % len(kinds)]]:
             cases[f"{name} {layout} {dtype}"] = (models[name], layout, dtype)
-    found: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
     for start in range(0, len(cases), SOAKED):
-        found |= in_ranks(size, dict(list(cases.items())[start : start + SOAKED]))
-    assert found == {name: [] for name in cases}
+        problems |= in_ranks(size, dict(list(cases.items())[start : start + SOAKED]))
+    assert problems == {name: [] for name in cases}
 
 
 def every_layout(size: int) -> list[dict[str, Any]]:
     """Return every layout of this many devices, with each kind of shard, also over two nodes."""
-    found: list[dict[str, Any]] = []
+    problems: list[dict[str, Any]] = []
     for shard in ("full", "optimizer", "none"):
         for pipeline, tensor, sequence, context in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2)):
             data, left = divmod(size, pipeline * tensor * sequence * context)
             if left or tensor * sequence > 4:
                 continue
-            found.append(
+            problems.append(
                 {"pipeline": pipeline, "tensor": tensor, "sequence": sequence, "context": context, "shard": shard}
             )
             if shard != "none" and data > 1:
-                found.append({**found[-1], "nodes": 2})
-    return found
+                problems.append({**problems[-1], "nodes": 2})
+    return problems

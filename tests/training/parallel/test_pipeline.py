@@ -39,8 +39,8 @@ def test_pipeline_stages_in_sequence_equal_the_full_model(name: str, tiny_models
     first, last = stage_of(tiny_models[name], 0), stage_of(tiny_models[name], 1)
     with torch.no_grad():
         hidden = first.hidden_states(packed)[None]
-        found, wanted = last.predict(replace(packed, hidden=hidden)), whole.predict(packed)
-    assert all(torch.equal(found[key], values) for key, values in wanted.items())
+        predicted, expected = last.predict(replace(packed, hidden=hidden)), whole.predict(packed)
+    assert all(torch.equal(predicted[key], values) for key, values in expected.items())
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
@@ -70,15 +70,15 @@ def test_padding_tokens_do_not_change_the_rows(shared: bool, tiny_models: dict[s
     assert saves_enough(rows) == shared
     packed: Packed = pack(rows, CPU, share_prompts=shared)
     worker = RoleWorker(BackendSpec("actor", config_of(str(tiny_models["qwen2"])), train=False))
-    wanted = worker.predict(packed)["log_probs"]
+    expected = worker.predict(packed)["log_probs"]
     for more in (0, 1, 2 * FILLER + 3):
         filled = packed.padded(len(packed.input_ids) + more)
         assert len(filled.input_ids) == len(filled.position_ids) == len(packed.input_ids) + more
-        torch.testing.assert_close(worker.predict(filled)["log_probs"], wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(worker.predict(filled)["log_probs"], expected, rtol=0, atol=1e-12)
 
 
 @given(st.integers(0, 400), st.integers(2, 8))
 def test_runs_hold_every_micro_batch_once_and_never_too_many(micro_batches: int, stages: int) -> None:
-    found = runs(micro_batches, stages)
-    assert [number for run in found for number in run.tolist()] == list(range(micro_batches))
-    assert all(min(micro_batches, stages) <= len(run) <= RUN * stages for run in found)
+    result = runs(micro_batches, stages)
+    assert [number for run in result for number in run.tolist()] == list(range(micro_batches))
+    assert all(min(micro_batches, stages) <= len(run) <= RUN * stages for run in result)

@@ -30,9 +30,9 @@ def distances(worker: RoleWorker) -> list[float]:
         for name, tensor in divided_state(worker.optimizer).items()
         if name.endswith(".master")
     }
-    wanted = {name: files[names[int(name.split(".")[0])]] for name in masters}
-    rounded = max(float((tensor - tensor.bfloat16().float()).abs().max()) for tensor in wanted.values())
-    return [max(float((masters[name] - wanted[name]).abs().max()) for name in masters), rounded]
+    expected = {name: files[names[int(name.split(".")[0])]] for name in masters}
+    rounded = max(float((tensor - tensor.bfloat16().float()).abs().max()) for tensor in expected.values())
+    return [max(float((masters[name] - expected[name]).abs().max()) for name in masters), rounded]
 
 
 def of_layouts(world: World, task: dict[str, Any]) -> list[list[float]]:
@@ -51,8 +51,8 @@ def test_masters_of_a_whole_model_are_the_files_weights(tiny_models: dict[str, P
 
 
 def test_masters_of_a_sharded_model_are_the_files_weights_too(tiny_models: dict[str, Path]) -> None:
-    found = run_ranks("tests.training.roles.test_masters:of_layouts", {"model": str(tiny_models["qwen3"])}, 2, 120.0)
-    assert [off for off, _ in found] == [0, 0, 0]
+    of_ranks = run_ranks("tests.training.roles.test_masters:of_layouts", {"model": str(tiny_models["qwen3"])}, 2, 120.0)
+    assert [off for off, _ in of_ranks] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("float32", "bfloat16"), ("bfloat16", "float32")])

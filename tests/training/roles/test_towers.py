@@ -27,8 +27,8 @@ def test_the_tower_has_adapters_and_a_learning_rate_of_its_own(tmp_path: Path) -
         config = config_of(model, max_tokens_per_device=96, **{"learning_rate": 1e-3, **trainer})
         worker = RoleWorker(BackendSpec("actor", config, train=True))
         before = {name: tensor.clone() for name, tensor in worker.full_state_dict().items()}
-        found = one_step(worker, torch.arange(len(make_rows())))
-        changed.append([float((found[f] - before[f.removeprefix("weight ")]).abs().max()) for f in (tower, text)])
+        values = one_step(worker, torch.arange(len(make_rows())))
+        changed.append([float((values[f] - before[f.removeprefix("weight ")]).abs().max()) for f in (tower, text)])
     (slow, fast), (adapted, kept) = changed
     assert 0 < slow < 1e-8 and fast > 1e-4
     assert adapted > 1e-5 and kept == 0
