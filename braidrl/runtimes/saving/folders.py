@@ -217,6 +217,18 @@ def held_alone(run: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def is_held(run: Path) -> bool:
+    """Return True if a process trains in a run's folder, or if its file system has no locks."""
+    handle = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a run's folder, for a resumed run with dotted overrides `key=value`.
 

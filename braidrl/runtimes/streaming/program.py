@@ -264,7 +264,8 @@ class StreamingController:
             # Not after each change: with small leases the queue changes a thousand times a second.
             self.watch_at = now + LOOK_EVERY_S
             self.processes.watch(group)
-            answer_requests(self.processes.folder, self.processes.resize)
+            for line in answer_requests(self.processes.folder, self.processes.resize):
+                self.progress.print(line)
         if self.server.failure is not None:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)

@@ -11,19 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from braidrl.errors import UserError
+from braidrl.runtimes.saving.folders import is_held, run_config
 
 FOLDER = "workers"
-ASK_LIMIT_S = 60.0
+ASK_LIMIT_S, ELSEWHERE_LIMIT_S = 60.0, 5.0
+"""Seconds to wait for an answer: of a run on this machine, and of one that may be on another machine, or ended."""
 LOOK_EVERY_S = 0.1
 
 
-def ask(run: Path, more: int, group: str, limit_s: float = ASK_LIMIT_S) -> str:
+def ask(run: Path, more: int, group: str, limit_s: float | None = None) -> str:
     """Ask a run for `more` engines of a group, or fewer if it is negative; return its answer.
 
-    Raises UserError if the run refuses, or does not answer within `limit_s` seconds.
+    Raises UserError if it is no running run of runtime=streaming, refuses, or does not answer within `limit_s` seconds.
     """
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
+    if (runtime := run_config(run).runtime) != "streaming":
+        raise UserError(f"{run} has runtime={runtime}: engines join and leave a run of runtime=streaming")
+    limit_s = limit_s or (ASK_LIMIT_S if is_held(run) else ELSEWHERE_LIMIT_S)
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     request = folder / f"{time.time_ns()}-{uuid.uuid4().hex}.json"
@@ -34,9 +37,9 @@ def ask(run: Path, more: int, group: str, limit_s: float = ASK_LIMIT_S) -> str:
     while not answer.is_file():
         if time.monotonic() > deadline:
             request.unlink(missing_ok=True)
+            reason = "" if is_held(run) else ", and no process of this machine trains in it"
             raise UserError(
-                f"{run} did not answer within {limit_s:g} s; engines join and leave a run of runtime=streaming that is "
-                "running"
+                f"{run} did not answer within {limit_s:g} s{reason}; engines join and leave a run while it runs"
             )
         time.sleep(LOOK_EVERY_S)
     told = json.loads(answer.read_text(encoding="utf-8"))
@@ -46,15 +49,21 @@ def ask(run: Path, more: int, group: str, limit_s: float = ASK_LIMIT_S) -> str:
     return str(told["done"])
 
 
-def answer_requests(run: Path, resize: Callable[[str, int], str]) -> None:
-    """Carry out waiting requests in order; `resize` returns its outcome as text, or raises UserError."""
+def answer_requests(run: Path, resize: Callable[[str, int], str]) -> list[str]:
+    """Carry out waiting requests in order; return a line about each that was not refused.
+
+    `resize` returns its outcome as text, or raises UserError.
+    """
+    lines = list[str]()
     for request in sorted((run / FOLDER).glob("*.json")):
         content = json.loads(request.read_text(encoding="utf-8"))
         try:
-            answer = {"done": resize(content["group"], content["more"])}
+            lines.append(resize(content["group"], content["more"]))
+            answer = {"done": lines[-1]}
         except UserError as error:
             answer = {"refused": str(error)}
         request.unlink(missing_ok=True)
         unfinished = request.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(answer), encoding="utf-8")
         unfinished.replace(request.with_suffix(".done"))
+    return lines

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from braidrl.cli.commands import app
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.saving.folders import held_alone
 from braidrl.runtimes.streaming import resizing
 from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.runtimes.streaming.test_program import assert_same, in_process, nothing_is_left, sections_of
@@ -98,7 +99,13 @@ def test_the_command_takes_a_sign_and_names_what_is_no_run(tmp_path: Path, more:
 def test_a_folder_without_a_running_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.yaml"):
         resizing.ask(tmp_path, 1, "actor.generate")
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(UserError, match="runtime=streaming"):
+    settings = "{flow: grpo, model: none, data: {train: none.jsonl}, reward: {verify: exact}, runtime: RUNTIME}"
+    (tmp_path / "config.yaml").write_text(settings.replace("RUNTIME", "eager"))
+    with pytest.raises(UserError, match=r"has runtime=eager"):
+        resizing.ask(tmp_path, 1, "actor.generate")
+    (tmp_path / "config.yaml").write_text(settings.replace("RUNTIME", "streaming"))
+    with pytest.raises(UserError, match=r"within 0\.2 s, and no process of this machine trains in it"):
         resizing.ask(tmp_path, 1, "actor.generate", limit_s=0.2)
     assert not list((tmp_path / resizing.FOLDER).iterdir())
+    with held_alone(tmp_path), pytest.raises(UserError, match=r"did not answer within 0\.2 s;"):
+        resizing.ask(tmp_path, 1, "actor.generate", limit_s=0.2)
