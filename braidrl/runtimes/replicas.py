@@ -77,9 +77,10 @@ class Replica:
             self.copies[step] = executor.copy_changing()
 
     def restore(self, step: int, executor: StageExecutor, has_state: bool) -> bool:
-        """Take the models of all ranks to the state after a step; return False if a block of it is on no rank.
+        """Restore the state after a step on all ranks; return False if a block of it is on no rank.
 
-        A rank that `has_state` undoes what it has made since; others get it. All ranks call this together.
+        A rank that `has_state` undoes its training since then; the other ranks get their blocks. All ranks call this
+        together.
         """
         copies = self.copies.get(step)
         if has_state and copies is not None:
@@ -132,10 +133,10 @@ class Replica:
             for name, shape, dtype, box in self.spares
         }
         transfer.run(copies, spares)
-        both = dict(copies)
+        with_spares = dict(copies)
         for name, part in spares.items():
-            both[name] = replace(copies[name], others=(part,)) if name in copies else part
-        return both
+            with_spares[name] = replace(copies[name], others=(part,)) if name in copies else part
+        return with_spares
 
 
 def lone_blocks(index: ShardIndex) -> list[TensorGroup]:

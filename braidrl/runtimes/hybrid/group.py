@@ -116,9 +116,9 @@ class WorkerGroup:
         while waiting:
             ready = self.cluster.ready(list(waiting), self.limit_s)
             if not ready:
-                whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.part.uids())})" for f in waiting.values())
+                late = "; ".join(f"{f.who} ({f.what}{named_rows(f.part.uids())})" for f in waiting.values())
                 raise WorkerError(
-                    f"waited {self.limit_s:g} s without an answer from {whom}; "
+                    f"waited {self.limit_s:g} s without an answer from {late}; "
                     "raise cluster.wait_limit_s if this may take longer"
                 )
             for ref in ready:
@@ -198,15 +198,7 @@ class RunWorkers:
                 "workers make other stages than the driver, whose device is of another kind; write dtype=float32 or "
                 "dtype=bfloat16, not auto"
             )
-        # The ranks of a pool form a process group if there are several or a model is sharded.
-        formed, others = [], inference_layouts(config, self.prepared.flow)
-        for group in fresh:
-            layouts = [settings_of(role, config).layout for role in group.pool.models]
-            layouts += [others[role] for role in group.pool.models if role in others]
-            if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-                (answer,) = group.wait([group.call("rendezvous")])
-                formed.append((group, group.call("join_process_group", answer.result)))
-        wait_all(formed)
+        self._form_process_groups(fresh)
         reads = self.home in fresh and (self.prepared.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
         loaded = wait_all((group, group.call("load_models")) for group in fresh)
@@ -214,7 +206,27 @@ class RunWorkers:
             results = [answer.result for answer in answers]
             group.processes = [process if node == group.cluster.own_node else None for process, node, _ in results]
             group.device = results[0][2]
-        # Plan the transfer of weights from the pool that trains a role to another that generates for it, if one is new.
+        self._plan_transfers(fresh)
+        for group in fresh:
+            group.limit_s = config.cluster.wait_limit_s
+        return counts
+
+    def _form_process_groups(self, fresh: Sequence[WorkerGroup]) -> None:
+        """Let the ranks of each pool form a process group if there are several or a model is sharded."""
+        config, started = self.prepared.config, list[tuple[WorkerGroup, Sequence[Future]]]()
+        inferring = inference_layouts(config, self.prepared.flow)
+        for group in fresh:
+            layouts = [settings_of(role, config).layout for role in group.pool.models]
+            layouts += [inferring[role] for role in group.pool.models if role in inferring]
+            if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
+                (answer,) = group.wait([group.call("rendezvous")])
+                started.append((group, group.call("join_process_group", answer.result)))
+        wait_all(started)
+
+    def _plan_transfers(self, fresh: Sequence[WorkerGroup]) -> None:
+        """Plan the transfer of weights from a pool that trains a role to another that generates for it, if one is
+        new.
+        """
         for role in self.prepared.deployment.generating:
             trains = next((group for group in self.groups if role in group.pool.models), None)
             generates = next(group for group in self.groups if role in group.pool.generating)
@@ -224,9 +236,6 @@ class RunWorkers:
             (answer,) = trains.wait([trains.call("rendezvous")])
             sides, size = ((trains, 0), (generates, trains.mesh.size)), trains.mesh.size + generates.mesh.size
             wait_all((group, group.call("exchange_weights", role, answer.result, n, size)) for group, n in sides)
-        for group in fresh:
-            group.limit_s = config.cluster.wait_limit_s
-        return counts
 
     def size_for(self, group: WorkerGroup, nodes: Mapping[str, Mapping[str, float]]) -> int:
         """Return the number of workers, at most the configured one, with which a group fits on these nodes; 0 for none.

@@ -159,35 +159,9 @@ class RankBackend:
             samples = self.config.rollout.samples_per_prompt
             stop = EarlyStop(segment, self.flow, table.rows.uids(), samples, self.world, self.waves)
         if self._known_everywhere(stage, table):
-            trace = self.trace if self.world.first else None
-            with traced(trace, "compute", stage.name, iteration, rows=len(table), version=self.exchange.version):
-                everywhere = Rows(self.executor.run(stage, table.index, Sums()))
-            kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
-            return table.with_columns(everywhere.index, kept)
+            return self._computed_everywhere(stage, table)
         if stage.kind is Kind.INFER:
-            needed = self._reads(stage)
-            if needed is not None:
-                # Columns that no stage from here on reads stay behind.
-                later = self.flow.stages[self.flow.stages.index(stage) :]
-                needed = [column.name for s in later for column in self.flow.inputs[s.name]]
-            # Balanced within each later update, so that the rows need not move again.
-            index, owner = table.index, table.owner.clone()
-            lengths = index["length"] if "length" in index else torch.ones_like(owner)
-            rows = self.config.trainer.rows_per_update or len(index)
-            if rows == len(index) or len(index) % rows:
-                owner = balanced_owners(lengths, owner, self.world.size)
-            else:
-                updates = update_plan(
-                    index["group"].numpy(),
-                    index["sample"].numpy(),
-                    epochs=1,
-                    seed=self.config.seed,
-                    rows_per_update=rows,
-                    iteration=self.exchange.iteration,
-                )
-                for update in map(torch.as_tensor, updates):
-                    owner[update] = balanced_owners(lengths[update], owner[update], self.world.size)
-            table = self.exchange.move(stage.name, table, owner, needed)
+            table = self._balanced_for_inference(stage, table)
         elif stage.scope is Scope.GROUP:
             groups, equal_costs = table.index["group"], torch.ones_like(table.owner)
             table = self.exchange.move(
@@ -212,6 +186,39 @@ class RankBackend:
         if stop is not None:
             stop.close()
         return self.exchange.gather(table, columns, local_sums, sums)
+
+    def _computed_everywhere(self, stage: Stage, table: Shard) -> Shard:
+        """Compute a stage for all rows on this rank, from their index columns; the first rank traces it."""
+        trace, version = self.trace if self.world.first else None, self.exchange.version
+        with traced(trace, "compute", stage.name, self.exchange.iteration, rows=len(table), version=version):
+            everywhere = Rows(self.executor.run(stage, table.index, Sums()))
+        payload = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
+        return table.with_columns(everywhere.index, payload)
+
+    def _balanced_for_inference(self, stage: Stage, table: Shard) -> Shard:
+        """Balance the rows over the ranks within each later update, so that they need not move again."""
+        needed = self._reads(stage)
+        if needed is not None:
+            # Columns that no stage from here on reads stay behind.
+            later = self.flow.stages[self.flow.stages.index(stage) :]
+            needed = [column.name for s in later for column in self.flow.inputs[s.name]]
+        index, owner = table.index, table.owner.clone()
+        lengths = index["length"] if "length" in index else torch.ones_like(owner)
+        rows = self.config.trainer.rows_per_update or len(index)
+        if rows == len(index) or len(index) % rows:
+            owner = balanced_owners(lengths, owner, self.world.size)
+        else:
+            updates = update_plan(
+                index["group"].numpy(),
+                index["sample"].numpy(),
+                epochs=1,
+                seed=self.config.seed,
+                rows_per_update=rows,
+                iteration=self.exchange.iteration,
+            )
+            for update in map(torch.as_tensor, updates):
+                owner[update] = balanced_owners(lengths[update], owner[update], self.world.size)
+        return self.exchange.move(stage.name, table, owner, needed)
 
     def totals(self, stage: Stage, table: Shard) -> dict[str, float]:
         everywhere = self._known_everywhere(stage, table)

@@ -25,6 +25,7 @@ from braidrl.data.messages import Frame, pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.errors import LostPeers, UserError, first_line
+from braidrl.flow import Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import Span, WorkerTrace
@@ -96,13 +97,13 @@ class TrainerState:
         self.is_copied = is_copied and world.elastic is not None
         """True if its state is copied in memory."""
         self.is_new = False
-        """True while the models have no state of the run: in a process that has come to the others, and where models
-        are made anew for the present ranks.
+        """True while the models have no state of the run: in a process that has joined the ranks, and after the models
+        were made anew for the present ranks.
         """
         self.copies_early = False
-        """True if a version is copied as soon as it is made: a rank that is lost may have parts of it alone."""
+        """True if a version is copied as soon as it is trained, because one rank alone may have a part of it."""
         self.changed_at: float | None = None
-        """The time at which the ranks began to meet anew, until they have gone back."""
+        """The time at which the ranks last began to regroup; None if they never did."""
 
     def keep(self, version: int) -> None:
         """Copy the state that training after a published version will change."""
@@ -110,8 +111,9 @@ class TrainerState:
             self.replica.keep(version, self.executor)
 
     def go_back(self, version: int) -> bool:
-        """Undo the training after a version, and give its state to models without; return False if a part of it is on
-        no rank. All ranks call this together.
+        """Restore the state of a version on all ranks; return False if a part of it is on no rank.
+
+        All ranks call this together.
         """
         # A role that was not trained since has its copies under an earlier version.
         steps = [step for step in self.replica.copies if step <= version] if self.copies_early else []
@@ -210,6 +212,7 @@ class StageLoop:
         return bytes(self.world.gather("the leader's work", message, bytes)[0])
 
     def _do(self, work: WorkItem) -> None:
+        """Do this rank's part of what the queue has answered."""
         answer = work.answer
         kind = type(answer).__name__
         stage = getattr(answer, "consumer", None) or getattr(answer, "stage", None) or kind
@@ -227,20 +230,26 @@ class StageLoop:
                 case Step():
                     self._optim_step(answer)
                 case Give():
-                    # Another role's update asks for the weights.
-                    location = self._versions().begin()()
-                    self.world.gather("weights are there", None)
-                    if self.client is not None:
-                        self.client.ask(WeightsGiven(answer.stage, location))
+                    self._give_weights(answer.stage)
                 case Order():
                     self._obey(answer)
                 case Written():
-                    # All ranks: the result of the write.
-                    trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
-                    if self.client is not None:
-                        assert self.pending_order is not None
-                        self.client.ask(OrderDone(self.pending_order, trouble=trouble))
-                    self.pending_order = None
+                    self._report_write()
+
+    def _give_weights(self, stage: str) -> None:
+        """Write the role's weights for the update of another role."""
+        location = self._versions().begin()()
+        self.world.gather("weights are there", None)
+        if self.client is not None:
+            self.client.ask(WeightsGiven(stage, location))
+
+    def _report_write(self) -> None:
+        """Report the first error of the ranks' writes, or that there was none."""
+        trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
+        if self.client is not None:
+            assert self.pending_order is not None
+            self.client.ask(OrderDone(self.pending_order, trouble=trouble))
+        self.pending_order = None
 
     def _forward(self, consumer: Consumer, work: WorkItem, iteration: int) -> None:
         """Run the stages of a consumer on the rows of a lease, and write their columns."""
@@ -291,25 +300,12 @@ class StageLoop:
         return [(StoredRows.received(message, frames), rows) for message, frames, rows in filter(None, parts)]
 
     def _optim_step(self, work: Step) -> None:
-        """Make an optimizer step, or move the role's weights towards another role's published weights."""
+        """Make an optimizer step, or copy another role's published weights."""
         assert self.trainer is not None
         self.exports.wait()
         stage = next(stage for stage in self.trainer.consumer.updates if stage.name == work.stage)
-        if is_optimized(stage):
-            report = self.trainer.step(stage, work.iteration)
-        else:
-            self.state.keep(work.iteration - 1)
-            worker, name = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
-            with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:
-                parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
-                assert work.weights is not None, "an update without a loss takes another role's weights"
-                try:
-                    source_of(work.weights).put_into(parts, Ranks(supervisor=self.world))
-                except ValueError as error:
-                    raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
-                # They are freed after the leader reports the step: by then every rank has them.
-                self.world.gather("weights of another role", b"")
-            report = span.report()
+        is_step = is_optimized(stage)
+        report = self.trainer.step(stage, work.iteration) if is_step else self._copy_weights(stage, work)
         # A version that is made and not published is kept beside the one before.
         if work.is_last and self.state.is_copied and self.state.copies_early:
             self.state.replica.keep(work.iteration, self.state.executor, retains=True)
@@ -322,6 +318,23 @@ class StageLoop:
         if self.trainer.consumer.takes_rows:
             self.trainer.continue_after(stage)
             self._report_batch(self.trainer)
+
+    def _copy_weights(self, stage: Stage, work: Step) -> dict[str, Any]:
+        """Move the role's weights towards another role's published weights, as its EMA or as a copy; return the report
+        of the stage.
+        """
+        self.state.keep(work.iteration - 1)
+        worker, source = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
+        with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:
+            parts = copied_parts(worker, source, stage.params.get("decay", 0.0))
+            assert work.weights is not None, "an update without a loss takes another role's weights"
+            try:
+                source_of(work.weights).put_into(parts, Ranks(supervisor=self.world))
+            except ValueError as error:
+                raise UserError(f"{self.role} cannot take weights from {source}: {error}") from error
+            # They are freed after the leader reports the step: by then every rank has them.
+            self.world.gather("weights of another role", b"")
+        return span.report()
 
     def _obey(self, order: Order) -> None:
         """Save or load a checkpoint, or start to write one, with all ranks; the leader reports the result."""
@@ -336,14 +349,7 @@ class StageLoop:
                     self.exports.wait()
                     self.world.gather("weights are there", b"")
             case GoBack(version, export):
-                is_whole = self.state.go_back(version)
-                if not is_whole:
-                    trouble = f"a part of {self.role}'s state was on the lost ranks alone"
-                elif export:
-                    self._begin_export(version)
-                if (start := self.state.changed_at) is not None:
-                    trace, ranks = self.context.trace, f"{self.world.size} ranks"
-                    trace.record(Span(trace.worker, "ranks", ranks, version + 1, start, time.time()))
+                trouble = self._go_back(version, export)
             case Save(folder, copy=True):
                 self.writing.begin(executor.save(folder, writes, copy=True))
             case Save(folder):
@@ -356,6 +362,18 @@ class StageLoop:
                 raise ValueError("rows are made and written by the rows process")
         if self.client is not None:
             self.client.ask(OrderDone(order.number, trouble=trouble))
+
+    def _go_back(self, version: int, export: bool) -> str:
+        """Undo the training after a version, with `export` publish it again, and trace the change of the ranks; return
+        an error, or an empty string.
+        """
+        has_state = self.state.go_back(version)
+        if has_state and export:
+            self._begin_export(version)
+        if (start := self.state.changed_at) is not None:
+            trace, ranks = self.context.trace, f"{self.world.size} ranks"
+            trace.record(Span(trace.worker, "ranks", ranks, version + 1, start, time.time()))
+        return "" if has_state else f"a part of {self.role}'s state was on the lost ranks alone"
 
     def _begin_export(self, version: int) -> None:
         """Start to publish this version with the other ranks, while the next rows are trained on."""
@@ -373,6 +391,7 @@ class StageLoop:
         self.exports.begin([publish_and_report])
 
     def _versions(self) -> VersionWriter:
+        """Return the writer of the role's versions, which is made with the first."""
         if self.versions is None:
             worker, context = self.context.executor.workers[self.role], self.context
             assert isinstance(worker, ShardedBackend), f"check_backends lets {self.role} have no other here"

@@ -57,7 +57,7 @@ def test_a_run_with_a_join_a_leave_and_a_preemption_equals_an_undisturbed_one(
     workshop: Workshop, asked: Callable[[Callable[[], None]], None]
 ) -> None:
     group, counts = "actor.generate", list[int]()
-    with in_process(workshop, "resized", **sections_of("grpo", steps=4)) as run:
+    with in_process(workshop, "resized", **sections_of("grpo", steps=6)) as run:
         backend = run.backend
         assert isinstance(backend, StreamingBackend)
 
@@ -67,7 +67,9 @@ def test_a_run_with_a_join_a_leave_and_a_preemption_equals_an_undisturbed_one(
                 return counts[-1]
 
         def wait_for(count: int) -> None:
+            limit = time.monotonic() + 60
             while engines() != count:
+                assert time.monotonic() < limit, f"the run has ended, or still has no {count} engines"
                 time.sleep(0.02)
 
         def resize() -> None:
@@ -87,7 +89,7 @@ def test_a_run_with_a_join_a_leave_and_a_preemption_equals_an_undisturbed_one(
         run.train()
     assert max(counts) == 3 and counts[-1] == 1
     assert {line["streaming/workers/actor.generate"] for line in read_metrics(run.folder)} & {1, 2, 3}
-    assert_same(workshop.run("eager", **sections_of("grpo", steps=4)), run.folder)
+    assert_same(workshop.run("eager", **sections_of("grpo", steps=6)), run.folder)
 
 
 @pytest.mark.parametrize("more", ["+2", "-1"])
