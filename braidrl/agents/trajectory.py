@@ -302,8 +302,10 @@ def with_oldest_version(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def turn_states(trajectory: Trajectory) -> list[int]:
-    """Return a number for each turn, equal for turns before which the model saw the same tokens and images, from the
-    turn before or its sequence's beginning on.
+    """Return a number for each turn.
+
+    Turns have equal numbers if the model saw the same tokens and images before them, from the turn before or the
+    sequence's beginning on.
     """
     turns = zip(trajectory.turn_starts, trajectory.turn_lengths, strict=True)
     ends = [0, *(start + length for start, length in turns)]

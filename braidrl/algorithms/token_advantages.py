@@ -131,9 +131,7 @@ def whiten(
 
 
 def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) is given at the row's last
-    one.
-    """
+    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) is at the row's last token."""
     if token_rewards is None:
         empty = reward.new_zeros(int(action_tokens.sum()))
         token_rewards = at_row_end(reward, Ragged.from_lengths(empty, action_tokens))

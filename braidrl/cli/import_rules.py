@@ -402,7 +402,7 @@ def sources_in(path: Path) -> Counter[str] | None:
 
 
 def verified(imported: Imported, entry: Any) -> list[Any]:
-    """Return a source with verl's function for its rows as verifier: one entry for each verifier that its rows need."""
+    """Split a data source by verl's reward functions for its rows: one entry for each verifier that its rows need."""
     path = Path(str(entry["path"] if isinstance(entry, dict) else entry)).expanduser()
     counts = sources_in(path if path.is_absolute() else imported.folder / path)
     if counts is None:

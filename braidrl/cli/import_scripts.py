@@ -156,7 +156,7 @@ class Shell:
         return words
 
     def assign(self, words: Sequence[str], keep: bool = True) -> bool:
-        """Set variables if the words only assign some, unless they are not to be kept; return whether they do."""
+        """Set variables if the words consist of assignments, unless these are not kept; return True if they do."""
         while words and (words[0] in PREFIXES or words[0].startswith("-")):
             words = words[1:]
         if not words or not all(ASSIGNED.match(word) for word in words):
@@ -332,7 +332,7 @@ class PythonScript:
         return keys | {keywords[w.arg]: self.value(w.value) for w in value.keywords if w.arg in keywords}
 
     def value(self, node: ast.expr) -> Any:
-        """Return a literal, also by its variable, and the place of a function; anything else as `$(text)`."""
+        """Return a literal or the literal of a variable, or a function's location; anything else as `$(text)`."""
         if isinstance(node, ast.Name) and node.id in self.variables:
             node = self.variables[node.id]
         if isinstance(node, ast.Name) and node.id in self.functions:

@@ -148,7 +148,7 @@ class RepairBudget:
         self._times = deque[float]()
 
     def spend(self, now: float | None = None) -> bool:
-        """Record a repair at a time in seconds; return False if the last hour had as many as are allowed."""
+        """Record a repair at a time in seconds; return False if the limit of the last hour is reached."""
         now = time.monotonic() if now is None else now
         while self._times and self._times[0] <= now - HOUR_S:
             self._times.popleft()

@@ -120,7 +120,7 @@ class Renewal:
     def __init__(
         self, store: dist.Store, start: Callable[[int, int], Process], repairs: RepairBudget, deaths: RowDeaths
     ) -> None:
-        """Begin without members; `start(rank, starts)` starts a rank that was started so often before."""
+        """Begin without members; `start(rank, starts)` starts a rank that has been started `starts` times."""
         self.members, self._start, self.repairs, self.deaths = Members(store), start, repairs, deaths
         note_isolated(store, deaths.isolated())
         self.starts: dict[Process, tuple[int, int]] = {}

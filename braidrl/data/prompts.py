@@ -148,8 +148,8 @@ class LoadedSource(Sequence[Example]):
         return torch.from_numpy(self._columns["prompt"][index].values.to_numpy().astype(np.int64))
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return a given response's token ids (T,) int64 and the mask of trained ones (T,) bool; None if the source was
-        loaded without.
+        """Return a given response's token ids (T,) int64 and its mask of trained tokens (T,) bool; None if the source
+        has no responses.
         """
         if which not in self._columns:
             return None

@@ -251,7 +251,7 @@ class Reading:
         return example
 
     def _for_templates(self, name: str, value: Any, line: int) -> Any:
-        """Return the value of a field for templates without Arrow's nulls, and messages for the JSON of messages."""
+        """Prepare a field's value for templates: drop Arrow's nulls, and parse messages given as JSON."""
         if isinstance(value, str) and (messages := messages_in(value)):
             self.notes.setdefault(f"{name!r} is the JSON of messages, and is read as messages", line)
             return messages

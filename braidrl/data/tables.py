@@ -309,7 +309,9 @@ def unread_by(template: PromptTemplate, example: Example, tried: set[tuple[str, 
 
 
 def special_in(example: Example, special: re.Pattern[str]) -> Iterator[str]:
-    """Yield a note for the text of a special token within a message: the tokenizer makes the token of it."""
+    """Yield a note for each message whose text contains a special token's text: the tokenizer turns it into
+    that token.
+    """
     for part in (example.prompt, example.response, example.rejected):
         for message in part if isinstance(part, list) else ():
             content = message.get("content")

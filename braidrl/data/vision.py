@@ -174,7 +174,7 @@ def untrained_images(trained: Sequence[bool], spans: Sequence[ImageSpan]) -> lis
 
 
 def moved(spans: Sequence[Sequence[Any]], by: int) -> list[ImageSpan]:
-    """Return spans, as read from JSON, in a row in which their tokens begin `by` tokens later."""
+    """Return spans, as read from JSON, moved by `by` tokens."""
     return [ImageSpan(str(name), int(start) + by, int(tokens)) for name, start, tokens in spans]
 
 

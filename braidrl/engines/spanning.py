@@ -65,7 +65,7 @@ class SpanningEngine:
         return replace(self.own, host=host, port=port)
 
     def is_over(self) -> bool:
-        """Return True if the first node has given the current start up."""
+        """Return True if the first node has abandoned the current start."""
         return has_message(self.store, END) or has_message(self.store, f"start/{self.start + 1}")
 
     def lose(self) -> None:

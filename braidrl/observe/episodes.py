@@ -246,7 +246,7 @@ def segments_of(
 
 
 def spans_in(spans: Sequence[Sequence[Any]], begin: int, count: int) -> dict[int, tuple[str, int]]:
-    """Return, for the images in `count` tokens from `begin` on, by their first token there their name and size."""
+    """Return the name and size of each image in `count` tokens from `begin` on, keyed by its first token there."""
     return {start - begin: (name, tokens) for name, start, tokens in spans if begin <= start < begin + count}
 
 

@@ -85,7 +85,7 @@ class Recordings:
 
 
 def number(query: Mapping[str, str], name: str, default: int) -> int:
-    """Return a parameter that counts something. Raises UserError for another text."""
+    """Return a parameter that is a whole number from 0. Raises UserError for another text."""
     text = query.get(name) or str(default)
     if not text.isdecimal():
         raise UserError(f"{name} must be a whole number from 0, got {text!r}")

@@ -157,7 +157,7 @@ class Search:
         )
 
     def engine_without_room(self, group: NodeGroup) -> str | None:
-        """Return a line if a role's model fits on a group of nodes and its engine does not; None otherwise."""
+        """Return a line if a role's model fits on a group of nodes but its engine does not; else None."""
         for role in (role for role, model in self.problem.models.items() if model.generates):
             trains, generates = (bool(self.choices.of_role(role, group, group.size, part)) for part in PARTS)
             if trains and not generates:

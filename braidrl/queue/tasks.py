@@ -24,7 +24,7 @@ PATIENCE = 8
 
 
 class Ordered:
-    """Rows in the order of their numbers; adding or removing one costs the logarithm of how many there are."""
+    """Rows in the order of their numbers; adding or removing a row takes logarithmic time."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}

@@ -114,7 +114,7 @@ def program_of(response: str) -> str:
 
 
 def is_program(text: str) -> bool:
-    """Return whether a text is Python that does something, and not a value or an output that reads like one."""
+    """Return True if a text is a Python program, and not a value or an output that parses as Python."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -130,7 +130,7 @@ def named_under_test(tree: ast.Module, entry: str, imports: Iterable[str] = ()) 
 
 
 def free_names(tree: ast.AST) -> set[str]:
-    """Return the names that are read, and neither bound anywhere in the text nor Python's."""
+    """Return the names that are read, but neither bound in the text nor builtins of Python."""
     bound, read = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -191,7 +191,7 @@ def judging(tree: ast.Module, subjects: set[str]) -> str:
 
 
 def results_in(node: ast.AST, subjects: set[str], sources: dict[str, set[str]]) -> set[str]:
-    """Return the functions under test of which an expression holds results."""
+    """Return the functions under test whose results an expression holds."""
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     return (called_names(node) & subjects).union(*(sources.get(name, set()) for name in names))
 

@@ -623,7 +623,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
 @contextmanager
 def full_disk_named(run: Path) -> Iterator[None]:
-    """Raise UserError that names the run's folder if a write fails for want of room."""
+    """Raise UserError that names the run's folder if a write fails because the disk is full."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -46,7 +46,7 @@ class RoleSettings:
 
     @property
     def dtype_name(self) -> str:
-        """Return the name of the weights' dtype; `auto` depends on the type of device."""
+        """Return the name of the weights' dtype; `auto` is resolved by the type of device."""
         if self.configured_dtype != "auto":
             return self.configured_dtype
         on_cuda = choose_device(self.device).type == "cuda"

@@ -312,7 +312,7 @@ class SetWriter:
         return {file: about for answer in written for file, about in answer["files"].items()}
 
     def write_index(self, folder: Path) -> dict[str, list[Any]]:
-        """Write the index of several files, on one rank; return its size and SHA-256 by its name."""
+        """Write the index of several files, on one rank; return its size and SHA-256, keyed by its name."""
         if len(self.files) == 1:
             return {}
         where = {name: file for file, names in self.files.items() for name in names}

@@ -183,7 +183,7 @@ def with_data(
 
 
 def bounds_suffice(prepared: Prepared) -> bool:
-    """Return True if a run's checks and sizes need no more of opened sources than bounds."""
+    """Return True if upper bounds of the opened sources suffice for the run's checks and sizes."""
     config, sources = prepared.config, prepared.sources
     try:
         check_lengths(config, prepared.flow, sources, list(prepared.eval_sources.values()))

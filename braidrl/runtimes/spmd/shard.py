@@ -65,7 +65,7 @@ class Shard:
         return index.with_columns(dict(self.payload.items())) if len(index) else index
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of this rank's columns; a rank without rows does not know the payload's."""
+        """Iterate over the names of this rank's columns; a rank without rows has no payload columns."""
         return iter([*self.index, *self.payload] if len(self.mine) else ())
 
     def with_columns(self, index: Rows, payload: Rows) -> "Shard":

@@ -439,7 +439,7 @@ def work(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def leaving_on_signal() -> Iterator[None]:
-    """Let SIGTERM end the block as that of a process which leaves the run.
+    """Let SIGTERM end the block as it ends a process that leaves the run.
 
     A scheduler that takes a node back sends this signal, and a kill some seconds later.
     """

@@ -167,9 +167,7 @@ class Stream:
         self.restore(rows)
 
     def stored(self, uids: Sequence[Uid], recorded: bool = False) -> StoredRows:
-        """Return rows with every column that they have; with `recorded` without those of stages after the recorded
-        ones.
-        """
+        """Return rows with all their columns; with `recorded` without columns of stages after the recorded ones."""
         early = {ADMISSION, *self.schedule.consumers.recorded, *self.consumers.verdicts}
         writers = [name for name in self.consumers.writers if name in early or not recorded]
         rows = self.table.stored(uids, writers)

@@ -37,8 +37,8 @@ def source_of(location: WeightLocation) -> WeightFile | OfferedWeights:
 
 
 def free(locations: Collection[WeightLocation]) -> None:
-    """Remove files of versions that no engine loads any more; on other machines the ranks that wrote them remove
-    them.
+    """Remove the local files of versions that no engine loads; ranks of other machines remove the files that they
+    wrote.
     """
     for location in locations:
         if location.path:

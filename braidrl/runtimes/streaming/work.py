@@ -170,7 +170,7 @@ class TakeWork(Take):
 
 
 class Ended(QueueRequest):
-    """Report, by lease, the number of an engine's rows that need no slot any more; they are reported later."""
+    """Report, by lease, the number of rows that have freed their slots in an engine; their results follow later."""
 
     ended: Sequence[tuple[int, int]]
 

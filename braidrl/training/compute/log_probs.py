@@ -232,7 +232,7 @@ class Vocabulary:
         return grad.div_(temperature).to(dtype)
 
     def scaled(self, logits: Tensor, temperature: float) -> Tensor:
-        """Return logits over temperature in at least float32, with the soft cap; may write over the given ones."""
+        """Return logits over temperature in at least float32, with the soft cap; the input may be overwritten."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if temperature == 1.0 else logits.div_(temperature)
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
