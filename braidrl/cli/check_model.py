@@ -51,7 +51,7 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
         more = [*layout_findings(twin, plan)] if layouts else []
         if getattr(config, "vision_config", None) is not None:
             more.append(seeing_finding(twin, plan)[0])
-        more += [vllm_finding(config, plan, vllm)] if vllm is not None else []
+        more += [vllm_finding(config, plan, vllm, Path(model).expanduser())] if vllm is not None else []
     for finding in more:
         say(line(finding))
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):

@@ -5,7 +5,9 @@ weights.
 """
 
 import asyncio
+import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from braidrl.config import ImagesConfig
+from braidrl.data.vision import IMAGE_PROCESSORS, PROCESSOR_FILES, ImageSpan, Vision
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.training.decoders.body import ForwardPlan
+from braidrl.training.decoders.image_proof import packed_logits
+from braidrl.training.decoders.images import ModelImages, images_of
 from braidrl.training.decoders.proof import BOUND, Finding, Twin, distance, packed_log_probs
+from braidrl.training.decoders.shrink import is_token
+from braidrl.training.loading import blind_because, load_tokenizer, load_vision
 from braidrl.weights.publisher import ModelWeights
 
 WIDTH = 64
@@ -27,49 +35,128 @@ WIDTH = 64
 ones.
 """
 TOKENS = 16
+SIZES = ((84, 56), (56, 112))
+"""Widths and heights of images, in pixels."""
+SEEN = ((0,), (), (1, 0))
+"""The images of prompts, by number."""
+WORD = 2
+"""A token of text."""
+VISUAL = ("image", "video", "vision")
+"""Beginnings of the names of tokens that stand for images and around them."""
+KEPT_MIB = 64
+"""Memory for encoded images."""
 LIMIT_S = 600.0
 
 
-def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding:
+def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None, model: Path) -> Finding:
     """Generate with vLLM, of the interpreter `python` or this one, from two versions of a twin's weights; compare
-    log-probs with ours.
+    log-probs with ours. If the folder `model` has an image processor, some prompts have images.
     """
+    seen = model if any((model / name).is_file() for name in IMAGE_PROCESSORS) else None
+    rows = " on rows with images" if seen is not None else ""
+    return Finding.of(f"vLLM equals trainer{rows}, also after an update", greatest_gap, config, plan, python, seen)
 
-    def greatest_gap() -> tuple[float, float]:
-        twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]
-        prompts = [row[: max(1, len(row) // 2)] for row in twins[0].rows]
-        models = [twin.model(plan) for twin in twins]
-        with tempfile.TemporaryDirectory() as folder:
-            # A Hugging Face directory, with a tokenizer of one word per id.
-            models[0].save_pretrained(folder)
-            words = {str(n): n for n in range(twins[0].config.get_text_config().vocab_size)}
-            tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
-            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1").save_pretrained(folder)
-            versions_drawn = asyncio.run(drawn(folder, models, prompts, python))
-        gaps = []
+
+def greatest_gap(config: Any, plan: ForwardPlan, python: Path | None, seen: Path | None) -> tuple[float, float]:
+    """Return the greatest difference of log-probs, and its bound; `seen` is a folder with an image processor."""
+    twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]
+    models, prompts = [twin.model(plan) for twin in twins], [row[: max(1, len(row) // 2)] for row in twins[0].rows]
+    spans: list[list[ImageSpan]] = [[] for _ in prompts]
+    vision, gaps = None, []
+    with tempfile.TemporaryDirectory() as folder:
+        models[0].save_pretrained(folder)
+        write_tokenizer(Path(folder), twins[0].config, config, seen)
+        images = ImagesConfig(folder=Path(folder) / "images")
+        if seen is not None:
+            for name in PROCESSOR_FILES:
+                if (seen / name).is_file():
+                    shutil.copy(seen / name, folder)
+            if (vision := load_vision(Path(folder), images)) is None:
+                raise ValueError(blind_because(Path(folder), images))
+            prompts, spans = with_images(prompts, vision, Path(folder))
+        versions_drawn = asyncio.run(drawn(folder, models, prompts, spans, python, images if seen else None))
         for model, responses in zip(models, versions_drawn, strict=True):
             rows = [torch.cat([prompt, answer.tokens]) for prompt, answer in zip(prompts, responses, strict=True)]
             with torch.no_grad():
-                expected = [log_probs_of_row[-TOKENS:] for log_probs_of_row in packed_log_probs(model, rows)]
+                if vision is None:
+                    log_probs = packed_log_probs(model, rows)
+                else:
+                    log_probs = seen_log_probs(model, images_of(model, vision, KEPT_MIB, False), rows, spans)
+            expected = [log_probs_of_row[-TOKENS:] for log_probs_of_row in log_probs]
             gaps.append(distance([response.log_probs for response in responses], expected))
-        return max(gaps), BOUND
-
-    return Finding.of("vLLM equals trainer, also after an update", greatest_gap)
+    return max(gaps), BOUND
 
 
-async def drawn(folder: str, versions: list[Any], prompts: list[Tensor], python: Path | None) -> list[list[Response]]:
+def write_tokenizer(folder: Path, twin: Any, config: Any, seen: Path | None) -> None:
+    """Write a tokenizer of one word per id of the twin's vocabulary; tokens about images have the texts of the model's
+    own.
+    """
+    words = {str(number): number for number in range(twin.get_text_config().vocab_size)}
+    if seen is not None:
+        tokenizer_of_model = load_tokenizer(seen)
+        for name in (key for key in twin.to_dict() if is_token(key)):
+            small, large = getattr(twin, name), getattr(config, name)
+            if isinstance(small, int) and isinstance(large, int) and name.startswith(VISUAL):
+                words = {text: number for text, number in words.items() if number != small}
+                words[tokenizer_of_model.convert_ids_to_tokens(large)] = small
+    tokenizer = Tokenizer(WordLevel(words, unk_token="0"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1")
+    fast.add_special_tokens({"additional_special_tokens": [text for text in words if not text.isdigit()]})
+    fast.save_pretrained(folder)
+
+
+def with_images(prompts: list[Tensor], vision: Vision, folder: Path) -> tuple[list[Tensor], list[list[ImageSpan]]]:
+    """Return prompts of which some have images, of unequal sizes, and the images' spans."""
+    from PIL import Image
+
+    names = []
+    for number, (width, height) in enumerate(SIZES):
+        generator = torch.Generator().manual_seed(number)
+        pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+        names.append(vision.store.add(Image.fromarray(pixels.numpy()), folder))
+    expanded_prompts, spans = [], []
+    for number, prompt in enumerate(prompts):
+        images = [names[image] for image in SEEN[number % len(SEEN)]]
+        text = [WORD if token == vision.placeholder_token else token for token in prompt.tolist()]
+        expanded, placed = vision.expand([*text, *[vision.placeholder_token, WORD] * len(images)], images)
+        expanded_prompts.append(torch.tensor(expanded))
+        spans.append(placed)
+    return expanded_prompts, spans
+
+
+def seen_log_probs(
+    model: Any, images: ModelImages, rows: Sequence[Tensor], spans: Sequence[Sequence[ImageSpan]]
+) -> list[Tensor]:
+    """Return the trainer's log-probs (T - 1,) of each row's tokens after the first."""
+    logits = packed_logits(model, images, rows, spans)
+    return [of_row[:-1].gather(-1, row[1:, None])[:, 0] for of_row, row in zip(logits, rows, strict=True)]
+
+
+async def drawn(
+    folder: str,
+    versions: list[Any],
+    prompts: list[Tensor],
+    spans: list[list[ImageSpan]],
+    python: Path | None,
+    images: ImagesConfig | None,
+) -> list[list[Response]]:
     """Return the responses of one vLLM to the prompts under each version of the weights."""
     longest = max(map(len, prompts)) + TOKENS
-    engine = EngineProcess(EngineSpec("vllm", folder, len(prompts), longest), "vLLM", python, LIMIT_S)
+    settings = None if images is None else images.model_dump(mode="json")
+    spec = EngineSpec("vllm", folder, len(prompts), longest, images=settings, train_vision=True)
+    engine = EngineProcess(spec, "vLLM", python, LIMIT_S)
     sampling = SamplingParams(max_tokens=TOKENS, ends=False)
-    to_draw = [Request((0, number, 0), prompt, sampling) for number, prompt in enumerate(prompts)]
+    requests = [
+        Request((0, number, 0), prompt, sampling, images=tuple(of_prompt))
+        for number, (prompt, of_prompt) in enumerate(zip(prompts, spans, strict=True))
+    ]
     by_version = []
     try:
         await engine.start()
         for version, model in enumerate(versions):
             if version:
                 await engine.update_weights(version, ModelWeights(model))
-            by_version.append(await asyncio.gather(*map(engine.submit, to_draw)))
+            by_version.append(await asyncio.gather(*map(engine.submit, requests)))
     finally:
         await engine.close()
     return by_version

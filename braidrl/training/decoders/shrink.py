@@ -237,7 +237,7 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
             shrunk[name] = [-1 - number % 2 for number in range(len(value))]
         elif name == "compress_rates" and value:
             shrunk[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
-    for rule in (_attention, _recurrence, _experts, _layers, _positions):
+    for rule in (_attention, _recurrence, _experts, _layers, _positions, _tower):
         rule(shrunk, specific, sizes)
     return shrunk
 
@@ -480,3 +480,15 @@ def _positions(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) 
         shrunk["max_position_embeddings"] = LENGTH
     elif not settings.get("rope_parameters"):
         shrunk["max_position_embeddings"] = min(most, 512)
+
+
+def _tower(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
+    """Measure a vision tower's windows in pixels, as its patches, and let the last block stand for all that are listed:
+    those with full attention, and those whose outputs later layers of the text part get.
+    """
+    patch, window = settings.get("patch_size"), settings.get("window_size")
+    if isinstance(patch, int) and isinstance(window, int):
+        shrunk["window_size"] = min(window, 2 * patch * int(settings.get("spatial_merge_size") or 1))
+    for name, value in settings.items():
+        if isinstance(settings.get("depth"), int) and name.endswith("_indexes") and isinstance(value, list) and value:
+            shrunk[name] = [shrunk["depth"] - 1]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from braidrl.cli.check_model import check
 from braidrl.config import ImagesConfig
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.engine_process import EngineProcess
@@ -65,6 +66,13 @@ def test_log_probs_of_rows_with_images_are_the_trainers_also_after_an_update(fam
     seeing.model.load_state_dict(kept)
     assert gap(seeing, first) < 1e-5
     assert not torch.equal(first[0].log_probs[:1], seen.log_probs[:1]), "another image, another distribution"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_braid_check_compares_rows_with_images_with_vllm(family: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    check(str(shapes.write_model(tmp_path / "model", 0, family=family)), False, lines.append, python())
+    assert any(line.startswith("ok      vLLM equals trainer on rows with images") for line in lines), lines
 
 
 def test_an_interpreter_without_torchvision_ends_in_a_line(tmp_path: Path) -> None:

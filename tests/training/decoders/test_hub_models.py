@@ -137,3 +137,12 @@ def test_a_type_with_attention_classes_of_its_own_is_sized_and_trains(tmp_path: 
     shop = Workshop(tmp_path, folder, write_pairs(tmp_path / "pairs.jsonl"))
     run = shop.run("sft", **merged(FLOWS["sft"], {"trainer": {"steps": 1}}))
     assert (run / "checkpoints" / "step-1" / "actor" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("kind", "listed"), [("qwen2_5_vl", "fullatt_block_indexes"), ("qwen3_vl", "deepstack_visual_indexes")]
+)
+def test_a_twins_tower_keeps_whole_windows_and_the_blocks_that_are_listed(kind: str, listed: str) -> None:
+    tower = shrink_config(AutoConfig.for_model(kind)).vision_config
+    assert getattr(tower, listed) == [tower.depth - 1]
+    assert getattr(tower, "window_size", 0) % (tower.patch_size * tower.spatial_merge_size) == 0
