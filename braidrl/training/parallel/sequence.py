@@ -5,8 +5,8 @@ over the sequence ranks.
 sequence 0   tokens 0..n    all heads ╮              ╭ all tokens   heads 0..h    ╮              ╭ tokens 0..n
 sequence 1   tokens n..2n   all heads ┴─ all-to-all ─┴ all tokens   heads h..2h   ┴─ all-to-all ─┴ tokens n..2n
 
-context 0    queries, keys, values 0..n  ╮              ╭ queries 0..n    keys, values 0..2n
-context 1    queries, keys, values n..2n ┴─ all-gather ─┴ queries n..2n   keys, values 0..2n
+context 0    queries, keys, values 0..n  ╮              ╭ queries 0..n/2 and 3n/2..2n   keys, values 0..2n
+context 1    queries, keys, values n..2n ┴─ all-gather ─┴ queries n/2..3n/2             keys, values 0..2n
 
 Everything but attention and mixers works token by token. Mixers need whole sequences: before a mixer, each rank
 receives all tokens of some sequences. Predictions are gathered, so that each rank computes the global loss; its
@@ -81,15 +81,28 @@ class ShardedAttention(AttentionContext):
         return parts.transpose(0, 1).flatten(1, 2)[None]
 
     def _attend_to_gathered(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend with this context rank's queries (1, H, m, D) to the keys and values (1, K, m, D) of all of them."""
-        assert isinstance(self.sequences, PackedSequences), "context parallelism does not share prompts"
-        context, count = self.groups.context, query.shape[2]
+        """Attend with the queries (1, H, m, D) of all context ranks to their keys and values (1, K, m, D); returns the
+        outputs of this rank's queries, (1, m, H, D).
+        """
+        context = self.groups.context
         # (1, heads, m, D) to (tokens, heads, D)
-        queries = query[0].transpose(0, 1)
         keys, values = (_AllGather.apply(states[0].transpose(0, 1), context) for states in (key, value))
-        first, outputs, start = context.rank() * count, list[Tensor](), 0
+        shares = EqualShares(query.shape[2], context)
+        queries = shares.exchanged(query[0].transpose(0, 1))
+        outputs = [
+            self._attend_from(first, part, keys, values, scores)
+            for first, part in zip(shares.starts, queries.split(shares.sizes), strict=True)
+        ]
+        return shares.returned(torch.cat(outputs))[None]
+
+    def _attend_from(self, first: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores) -> Tensor:
+        """Attend with the queries (n, H, D) from token `first` on to the keys and values (tokens, K, D) of all tokens;
+        returns (n, H, D).
+        """
+        assert isinstance(self.sequences, PackedSequences), "context parallelism does not share prompts"
+        outputs, start = [values.new_empty((0, queries.shape[1], values.shape[2]))], 0
         for length in self.sequences.lengths:
-            begin, end = max(start, first), min(start + length, first + count)
+            begin, end = max(start, first), min(start + length, first + len(queries))
             for low in range(begin, end, QUERIES):
                 high = min(low + QUERIES, end)
                 # Later keys, except those of the same image, and those before the window, are seen by no query.
@@ -101,7 +114,7 @@ class ShardedAttention(AttentionContext):
                 is_long = torch.is_grad_enabled() and newest - oldest > LONG
                 outputs.append(checkpoint(block, *visible, use_reentrant=False) if is_long else block(*visible))
             start += length
-        return torch.cat(outputs)[None]
+        return torch.cat(outputs)
 
     def _attend_to_block(
         self, scores: Scores, start: int, low: int, oldest: int, query: Tensor, key: Tensor, value: Tensor
@@ -202,6 +215,49 @@ def predict_own_tokens(
         parts[group.rank()] = values  # with its gradient
         predicted[name] = torch.cat(parts)
     return predicted
+
+
+class EqualShares:
+    """Shares of equal work for context ranks: a later token of a row attends to more keys.
+
+    Each rank's m tokens are two chunks, 2C of all ranks. Rank r attends with chunk r and with the r-th last one:
+
+        chunk   0 1 | 2 3 | 4 5      rank 0: 0 and 5    rank 1: 1 and 4    rank 2: 2 and 3
+    """
+
+    def __init__(self, count: int, context: dist.ProcessGroup) -> None:
+        """Plan the exchange for `count` tokens of each rank."""
+        ranks, rank = context.size(), context.rank()
+        self._context, self._halves = context, (count - count // 2, count // 2)
+        self._here = sorted((2 * rank, 2 * rank + 1), key=lambda chunk: attending_rank(chunk, ranks))
+        """The chunks of this rank's tokens, in the order of the ranks that attend with them."""
+        attended = rank, 2 * ranks - 1 - rank
+        self.starts = [chunk // 2 * count + chunk % 2 * self._halves[0] for chunk in attended]
+        """The first tokens of the chunks with which this rank attends."""
+        self.sizes = [self._halves[chunk % 2] for chunk in attended]
+        """Their numbers of tokens."""
+        self._sent, self._arriving = [0] * ranks, [0] * ranks
+        for chunk in self._here:
+            self._sent[attending_rank(chunk, ranks)] += self._halves[chunk % 2]
+        for chunk in attended:
+            self._arriving[chunk // 2] += self._halves[chunk % 2]
+
+    def exchanged(self, rows: Tensor) -> Tensor:
+        """Return the rows (n, ...) of the chunks with which this rank attends, from those of its tokens (m, ...)."""
+        parts = rows.split(self._halves)
+        ordered = torch.cat([parts[chunk % 2] for chunk in self._here])
+        return AllToAll.apply(ordered, self._sent, self._arriving, self._context)
+
+    def returned(self, rows: Tensor) -> Tensor:
+        """Return the rows of this rank's tokens, (m, ...), from those of the chunks with which it attends."""
+        back = AllToAll.apply(rows, self._arriving, self._sent, self._context)
+        parts = dict(zip(self._here, back.split([self._halves[chunk % 2] for chunk in self._here]), strict=True))
+        return torch.cat([parts[chunk] for chunk in sorted(parts)])
+
+
+def attending_rank(chunk: int, ranks: int) -> int:
+    """Return the context rank that attends with a chunk of the 2 · ranks chunks of tokens."""
+    return min(chunk, 2 * ranks - 1 - chunk)
 
 
 class AllToAll(torch.autograd.Function):

@@ -1,4 +1,6 @@
-"""Attention to the keys and values of all context ranks keeps no mask of a long row for the backward pass."""
+"""Attention to the keys and values of all context ranks: equal shares of work, and no masks of long rows that are kept
+for the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from braidrl.training.compute.attention import PackedSequences, Scores
 from braidrl.training.parallel import sequence
-from braidrl.training.parallel.sequence import ShardedAttention, TokenGroups
+from braidrl.training.parallel.sequence import EqualShares, ShardedAttention, TokenGroups
 
 LENGTHS = (3, 200, 17)
 
@@ -54,3 +56,26 @@ def test_long_rows_keep_no_masks_and_have_the_same_gradients(
     again, least = attended(context, scores)
     assert len(whole) == 4 and all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     assert least < 0.6 * most
+
+
+class Rank:
+    """The size of a group of ranks, and a rank of it; nothing is sent."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.size = lambda: rank, lambda: ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 7, 512])
+def test_context_ranks_attend_with_all_tokens_and_to_equally_many_keys(ranks: int, count: int) -> None:
+    shares = [EqualShares(count, Rank(rank, ranks)) for rank in range(ranks)]  # type: ignore[arg-type]
+    tokens = [
+        [token for first, size in zip(each.starts, each.sizes, strict=True) for token in range(first, first + size)]
+        for each in shares
+    ]
+    assert sorted(token for part in tokens for token in part) == list(range(ranks * count))
+    if count > 1:
+        pairs = [sum(token + 1 for token in part) for part in tokens]
+        assert max(pairs) <= (1.01 if count == 512 else 1.3) * min(pairs)
+    sent = [each._sent for each in shares]
+    assert [each._arriving for each in shares] == [list(column) for column in zip(*sent, strict=True)]
