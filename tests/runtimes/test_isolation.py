@@ -31,6 +31,25 @@ RUNTIMES: dict[str, dict[str, Any]] = {
     "distributed": {"workers": 3},
     "hybrid": {"workers": 2},
 }
+WORLDS = """
+import os
+
+from braidrl.agents.turns import Observation
+
+
+class Deadly:
+    turn = 0
+
+    async def reset(self, example):
+        self.group = example["group"]
+        return None
+
+    async def step(self, text):
+        if self.group == 3:
+            os._exit(3)
+        self.turn += 1
+        return Observation(" 4+4=", 0.5 * (text[:1] in set("02468")), done=self.turn == 2)
+"""
 LEFT_OUT = re.compile(r"row \((\d+), (\d+), (\d+)\) .*is left out: 3 ")
 
 
@@ -64,11 +83,13 @@ def test_only_rows_that_are_generated_or_checked_one_by_one_can_be_isolated() ->
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     folder, examples = tmp_path_factory.mktemp("isolation"), sums(8)
     (folder / "deadly.py").write_text(DEADLY.format(prompt=examples[3]["prompt"]))
+    (folder / "worlds.py").write_text(WORLDS)
     return Workshop(folder, write_model(folder / "model", "qwen2"), write_jsonl(folder / "train.jsonl", examples))
 
 
-def train(shop: Workshop, name: str, runtime: str, steps: int, *resumed: object) -> str:
-    """Run `braid train` with a verifier that kills its process at one prompt; return what it says."""
+def train(shop: Workshop, name: str, runtime: str, steps: int, *resumed: object, plays: bool = False) -> str:
+    """Run `braid train` with a verifier or an environment that kills its process at one prompt; return what it says."""
+    environment = {"environment": {"name": f"{shop.folder}/worlds.py:Deadly", "sandbox": "none"}} if plays else {}
     config = shop.config_file(
         name,
         **RUNTIMES[runtime],
@@ -76,7 +97,7 @@ def train(shop: Workshop, name: str, runtime: str, steps: int, *resumed: object)
         trackers=[],
         dtype="float64",
         reward={"verify": f"{shop.folder}/deadly.py:deadly", "processes": 0},
-        rollout={"samples_per_prompt": 2},
+        rollout={"samples_per_prompt": 2, **environment},
         data={"shuffle": False},
         trainer={"steps": steps, "prompts_per_step": 2, "checkpoint_every": 1, "max_restarts": 12},
     )
@@ -125,3 +146,11 @@ def test_a_row_is_left_out_again_after_a_resume(workshop: Workshop, streamed: tu
     said = train(workshop, name, runtime, 3, "--resume", workshop.folder / name, "trainer.steps=3")
     assert len(LEFT_OUT.findall(said)) == 2, said
     assert metrics_agree(workshop.folder / name, streamed[0])
+
+
+@pytest.mark.soak
+def test_episodes_that_end_their_process_are_left_out(workshop: Workshop) -> None:
+    for runtime in ("streaming", "distributed"):
+        said = train(workshop, f"{runtime}-played", runtime, 3, plays=True)
+        assert {row[1] for row in LEFT_OUT.findall(said)} == {"3"}, said
+    assert metrics_agree(workshop.folder / "streaming-played", workshop.folder / "distributed-played")
