@@ -124,6 +124,7 @@ def test_a_prompt_whose_verifier_kills_its_engine_is_left_out(workshop: Workshop
     left_out = {tuple(map(int, row)) for row in LEFT_OUT.findall(said)}
     assert len(left_out) == 2 and len({group for _, group, _ in left_out}) == 1, said
     assert sum(line["streaming/rows_left_out"] for line in read_metrics(run)) == 2
+    assert said.count("(killed by signal 9); it stays without a response") == 2, said
     assert rows_without_response(run) == left_out
 
 

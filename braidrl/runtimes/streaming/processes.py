@@ -216,10 +216,11 @@ class Processes:
                 f"{self.repairs.per_hour} other losses within an hour; look for their common cause, or raise "
                 f"streaming.repairs_per_hour={self.repairs.per_hour}{self.control.deaths.frequent()}"
             )
-        before = set(self.control.deaths.left_out)
+        # The members have new processes afterwards.
+        before, end = set(self.control.deaths.left_out), killed.process.describe_end()
         self.restart(peers)
         for row in sorted(self.control.deaths.left_out - before):
-            tell(left_out_line(row, "engines", killed.process.describe_end()))
+            tell(left_out_line(row, "engines", end))
 
     def _lose_trainer(self, lost: Member) -> None:
         """Let the remaining ranks continue from memory; the lost rank restarts and joins them later.
