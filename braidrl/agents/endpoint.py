@@ -31,14 +31,13 @@ from braidrl.agents.dialects import DIALECTS, ChatDialect
 from braidrl.agents.dialects.dialect import MODEL, THINK, TurnReply, TurnRequest, message_of
 from braidrl.agents.listening import BACKLOG, BoundedConnections
 from braidrl.agents.streamed_turns import TurnStream, first_stop, streamed
-from braidrl.agents.trajectory import Trajectory
+from braidrl.agents.trajectory import Trajectory, TurnSampling
 from braidrl.agents.turns import SeenIds, TurnTemplate
 from braidrl.data.chat import ChatMessage, normal_message
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.data.token_columns import LOG_PROBS
 from braidrl.data.vision import moved
 from braidrl.engines.engine import Engine, EngineError
-from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError, shown
 from braidrl.parsing import parse_json
 
@@ -112,18 +111,12 @@ class Endpoint:
         self,
         engine: Engine,
         template: TurnTemplate,
-        sampling: SamplingParams,
-        max_sequence_tokens: int,
-        purpose: str = "train",
-        stage: str = "generate",
+        turns: TurnSampling,
         host: str = "127.0.0.1",
-        columns: tuple[str, ...] = (),
         listener: socket.socket | None = None,
         key: str | None = None,
     ) -> None:
-        """Set up the server; random numbers depend on the rows' `purpose` and the generate `stage`.
-
-        Turns have these `columns` per token.
+        """Set up the server.
 
         It listens at a free port of `host`, the address that clients use, or on `listener`, perhaps in another network.
         Clients must send the API key `key`; with None a session's URL is enough. Raises UserError if the tokenizer has
@@ -131,9 +124,7 @@ class Endpoint:
         """
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
-        self.engine, self.template, self.sampling = engine, template, sampling
-        self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
-        self.columns = columns
+        self.engine, self.template, self.turns = engine, template, turns
         self._host, self._listener, self.key = host, listener, key
         self._began = int(time.time())
         self._sessions: dict[str, EndpointSession] = {}
@@ -141,7 +132,7 @@ class Endpoint:
         """The secret name of each open session, which only its client is given."""
         self._runner: web.AppRunner | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="endpoint")
-        self._body_bytes = min(MOST_BODY_BYTES, BODY_BYTES + BODY_BYTES_PER_TOKEN * max_sequence_tokens)
+        self._body_bytes = min(MOST_BODY_BYTES, BODY_BYTES + BODY_BYTES_PER_TOKEN * turns.max_sequence_tokens)
         self._held_bytes = 0
         """Bytes of the bodies of all requests that are being read and answered."""
 
@@ -305,8 +296,9 @@ class Endpoint:
             if trajectory.turns >= MOST_TURNS:
                 raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
             new, opens = await self._tokenised(session, request, is_long)
-            stops = (*self.sampling.stop, *request.stops)
-            sampling = replace(self.sampling, max_tokens=request.limit or self.sampling.max_tokens, stop=stops)
+            params = self.turns.params
+            stops = (*params.stop, *request.stops)
+            params = replace(params, max_tokens=request.limit or params.max_tokens, stop=stops)
             name = stream.name = f"{'.'.join(map(str, trajectory.uid))}-{trajectory.turns + 1}"
             context = new.ids if opens else [*trajectory.sequence, *new.ids]
             stream.context, stream.opened = len(context), self._opens_reasoning(context)
@@ -316,11 +308,7 @@ class Endpoint:
             tokens = await trajectory.sample_turn(
                 self.engine,
                 new.ids,
-                sampling,
-                self.max_sequence_tokens,
-                self.purpose,
-                self.stage,
-                columns=self.columns,
+                replace(self.turns, params=params),
                 opens=opens,
                 images=new.images,
                 on_token=on_token,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.environments import Environment, called
 from braidrl.agents.spans import EpisodeSpans
-from braidrl.agents.trajectory import Limits, Trajectory
+from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling
 from braidrl.agents.turns import EnvironmentFailed, Observation, SeenIds, TurnTemplate, check_context, outcome_of
 from braidrl.algorithms.random import hashed
 from braidrl.cluster.event_loop import all_or_none
@@ -29,7 +29,6 @@ from braidrl.data.chat import TEMPLATE
 from braidrl.data.rows import FinishReason, Rows, Uid
 from braidrl.data.vision import moved
 from braidrl.engines.engine import Engine
-from braidrl.engines.requests import SamplingParams
 from braidrl.observe.stalls import WORK
 from braidrl.sandbox.host import failure_of
 
@@ -129,7 +128,7 @@ class AgentPlayer(Player):
         An agent without a call has failed.
         """
         uid, endpoint = trajectory.uid, self.endpoint
-        example = {**self.example_of(uid, metadata, endpoint.purpose), "api_key": endpoint.key or "-"}
+        example = {**self.example_of(uid, metadata, endpoint.turns.purpose), "api_key": endpoint.key or "-"}
         try:
             outcome = outcome_of(await self.ask(self.agent, endpoint.open(trajectory), example))
         finally:
@@ -146,12 +145,8 @@ class EnvironmentPlayer(Player):
     engine: Engine
     make: Callable[[], Environment | Awaitable[Environment]]
     template: TurnTemplate
-    sampling: SamplingParams
+    turns: TurnSampling
     _: KW_ONLY
-    purpose: str = "train"
-    stage: str = "generate"
-    columns: tuple[str, ...] = ()
-    """Columns per token that the engine returns beside those of every response."""
     role: str = "actor"
     """The role whose trajectory is the row's own."""
 
@@ -161,14 +156,15 @@ class EnvironmentPlayer(Player):
         if acting is None:
             playing = ", ".join([self.role, *trajectory.others])
             raise EnvironmentFailed(
-                "policy", f"the environment names {role!r}, and {playing} play; name it in `policies` of {self.stage}"
+                "policy",
+                f"the environment names {role!r}, and {playing} play; name it in `policies` of {self.turns.stage}",
             )
         return acting
 
     async def play_one(self, trajectory: Trajectory, prompt: SeenIds, metadata: dict[str, Any]) -> None:
         environment, limit = await self.ask(self.make), None
         try:
-            example = self.example_of(trajectory.uid, metadata, self.purpose)
+            example = self.example_of(trajectory.uid, metadata, self.turns.purpose)
             await self._take_turns(trajectory, environment, prompt, example)
         except EnvironmentFailed as failed:
             trajectory.fail(failed)
@@ -188,7 +184,8 @@ class EnvironmentPlayer(Player):
     async def _take_turns(
         self, trajectory: Trajectory, environment: Environment, prompt: SeenIds, example: dict[str, Any]
     ) -> None:
-        limits, tools, loop = self.limits, getattr(environment, "tools", ()), asyncio.get_running_loop()
+        limits, turns, loop = self.limits, self.turns, asyncio.get_running_loop()
+        tools = getattr(environment, "tools", ())
         end = loop.time() + limits.episode_timeout_s
         prompts = self.template.template.with_arguments(example.get(TEMPLATE) or {})
         template = replace(self.template, template=prompts)
@@ -213,12 +210,8 @@ class EnvironmentPlayer(Player):
                 sampled = await acting.sample_turn(
                     self.engine,
                     new.ids,
-                    self.sampling,
-                    limits.max_sequence_tokens,
-                    self.purpose,
                     # Each policy draws with random numbers of its own.
-                    self.stage if policy == self.role else f"{self.stage} {policy}",
-                    columns=self.columns,
+                    turns if policy == self.role else replace(turns, stage=f"{turns.stage} {policy}"),
                     opens=opens,
                     images=new.images,
                     policy=policy,
@@ -255,7 +248,7 @@ class EnvironmentPlayer(Player):
             else:
                 held, opens = acting.sequence, False
                 new = tokenised(template.following, observation.said, held[-1], tools)
-            if limits.max_sequence_tokens - len(new.ids) - (0 if opens else len(held)) < 1:
+            if turns.max_sequence_tokens - len(new.ids) - (0 if opens else len(held)) < 1:
                 trajectory.end(FinishReason.LENGTH)
                 return
 

@@ -42,6 +42,20 @@ class Limits:
     """A failed trajectory is played again so many times."""
 
 
+@dataclass(frozen=True)
+class TurnSampling:
+    """How an engine samples the turns of a generate stage."""
+
+    params: SamplingParams
+    max_sequence_tokens: int
+    """A turn is shortened to the room that its context leaves in so many tokens."""
+    purpose: str = "train"
+    stage: str = "generate"
+    """Random numbers depend on both."""
+    columns: tuple[str, ...] = ()
+    """Columns per token that the engine returns beside those of every response."""
+
+
 @dataclass
 class Trajectory:
     """A row's tokens and outcome; only `append` adds tokens."""
@@ -156,12 +170,8 @@ class Trajectory:
         self,
         engine: Engine,
         ids: Sequence[int],
-        sampling: SamplingParams,
-        max_sequence_tokens: int,
-        purpose: str,
-        stage: str,
+        turns: TurnSampling,
         *,
-        columns: tuple[str, ...] = (),
         opens: bool = False,
         images: Sequence[ImageSpan] = (),
         on_token: Callable[[int, int], None] | None = None,
@@ -170,28 +180,28 @@ class Trajectory:
         """Append `ids` and a turn that the engine samples after them, in a new sequence with `opens`; return the
         sampled tokens.
 
-        `policy` is the role whose weights sample, where an engine has several. The turn is shortened to the room in the
-        sequence. `on_token` is called with each sampled token's index in the turn, and its id. Raises UserError if
-        there is no room for a token; nothing was appended then, as after an error of the engine.
+        `policy` is the role whose weights sample, where an engine has several. `on_token` is called with each sampled
+        token's index in the turn, and its id. Raises UserError if there is no room for a token; nothing was appended
+        then, as after an error of the engine.
         """
         context = [*ids] if opens else [*self.sequence, *ids]
         spans = [*images] if opens else [*self.sequence_images, *moved(images, len(context) - len(ids))]
-        room = max_sequence_tokens - len(context)
+        room = turns.max_sequence_tokens - len(context)
         if room < 1:
             raise UserError(
                 f"row {self.uid}: a context of {len(context)} tokens leaves no room for a response in a sequence of "
-                f"{max_sequence_tokens}; raise rollout.max_sequence_tokens"
+                f"{turns.max_sequence_tokens}; raise rollout.max_sequence_tokens"
             )
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        sampling = replace(turns.params, max_tokens=min(turns.params.max_tokens, room))
         prompt, drawn = torch.tensor(context, dtype=torch.int64), self.action_tokens
         request = Request(
             self.uid,
             prompt,
             sampling,
-            purpose,
-            stage,
+            turns.purpose,
+            turns.stage,
             drawn,
-            columns=columns,
+            columns=turns.columns,
             images=tuple(spans),
             on_token=on_token,
             policy=policy,

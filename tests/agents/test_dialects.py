@@ -14,7 +14,7 @@ import torch
 
 from braidrl.agents.dialects.dialect import joined, split_reasoning
 from braidrl.agents.endpoint import Endpoint
-from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
+from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling, trajectory_columns
 from braidrl.agents.turns import TurnTemplate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
@@ -50,7 +50,10 @@ def test_the_official_client_accepts_a_transcript_of_thirty_requests(client: str
 
     async def run() -> tuple[int, bytes, bytes, list[Trajectory]]:
         async with Endpoint(
-            Cast(tokenizer, []), turn_template(tokenizer), SamplingParams(max_tokens=200), 2000, key="s3cret"
+            Cast(tokenizer, []),
+            turn_template(tokenizer),
+            TurnSampling(SamplingParams(max_tokens=200), 2000),
+            key="s3cret",
         ) as endpoint:  # type: ignore[arg-type]
             rows = [Trajectory((0, 0, number)) for number in range(len(PARTS))]
             urls = json.dumps(dict(zip(PARTS, map(endpoint.open, rows), strict=True)))
@@ -138,7 +141,7 @@ def test_one_conversation_has_the_same_tokens_and_row_in_every_dialect(style: st
 
     async def run(begin: Callable[[str, TurnTemplate], Say]) -> Trajectory:
         engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400)))
-        async with Endpoint(engine, template, SamplingParams(max_tokens=30), 400) as endpoint:
+        async with Endpoint(engine, template, TurnSampling(SamplingParams(max_tokens=30), 400)) as endpoint:
             say = begin(endpoint.open(row := Trajectory((0, 3, 1))), template)
             for text in USERS:
                 await say(text)
@@ -162,7 +165,9 @@ def test_a_branch_or_a_second_agent_continues_with_the_exact_tokens_of_its_turn(
 
     async def run() -> Trajectory:
         engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 600)))
-        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=8), 600) as endpoint:
+        async with Endpoint(
+            engine, turn_template(tokenizer), TurnSampling(SamplingParams(max_tokens=8), 600)
+        ) as endpoint:
             url, path = endpoint.open(row := Trajectory((0, 0, 0))), "/v1/chat/completions"
             user, more = {"role": "user", "content": "a b"}, {"role": "user", "content": "more"}
             choices = (await post(url, path, {"messages": [user], "n": 2}))["choices"]

@@ -16,7 +16,7 @@ from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.listening import endpoint_key
 from braidrl.agents.player import AgentPlayer
 from braidrl.agents.streamed_turns import TurnStream
-from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
+from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling, trajectory_columns
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
@@ -58,7 +58,9 @@ def test_each_agent_conversation_is_one_row_with_the_engines_tokens() -> None:
     rows = make_rows(tokenizer, ["the number", "a b"], samples=3)
 
     async def run() -> list[Any]:
-        async with Endpoint(recorder, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:  # type: ignore[arg-type]
+        async with Endpoint(
+            recorder, turn_template(tokenizer), TurnSampling(SamplingParams(max_tokens=9), 400)
+        ) as endpoint:  # type: ignore[arg-type]
             return await AgentPlayer(endpoint, chatting, limits=LIMITS).play(rows)
 
     played = asyncio.run(run())
@@ -80,7 +82,7 @@ def test_tool_calls_and_results_have_the_format_that_clients_expect() -> None:
     script = Script(tokenizer, ['so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>', "it is 12"])
 
     async def run() -> tuple[Any, Any, Any]:
-        async with Endpoint(script, turn_template(tokenizer), SamplingParams(), 600) as endpoint:  # type: ignore[arg-type]
+        async with Endpoint(script, turn_template(tokenizer), TurnSampling(SamplingParams(), 600)) as endpoint:  # type: ignore[arg-type]
             url = endpoint.open(Trajectory((0, 0, 0)))
             messages: list[Any] = [{"role": "user", "content": "look"}]
             _, first = await post(url, messages, tools=TOOLS)
@@ -102,7 +104,9 @@ def test_unsupported_requests_get_an_error_and_leave_the_row_unchanged() -> None
     user = [{"role": "user", "content": "a"}]
 
     async def run() -> tuple[list[tuple[int, str]], Any]:
-        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+        async with Endpoint(
+            Script(tokenizer, ["b"]), turn_template(tokenizer), TurnSampling(SamplingParams(), 60)
+        ) as endpoint:  # type: ignore[arg-type]
             url = endpoint.open(Trajectory((0, 0, 0)))
             with pytest.raises(ValueError, match="open already"):
                 endpoint.open(Trajectory((0, 0, 0)))
@@ -179,7 +183,9 @@ def test_a_malformed_request_gets_its_reason_and_affects_no_other_row() -> None:
 
     async def run() -> tuple[dict[str, tuple[int, str]], list[int], Any, Any]:
         engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400)))
-        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:
+        async with Endpoint(
+            engine, turn_template(tokenizer), TurnSampling(SamplingParams(max_tokens=9), 400)
+        ) as endpoint:
             bad, good = endpoint.open(Trajectory((0, 0, 0))), endpoint.open(Trajectory((0, 0, 1)))
             answers = {name: await send(bad, body) for name, (body, _) in MALFORMED.items()}
             served = [(await send(url, {"max_tokens": 8.0}))[0] for url in (bad, good)]
@@ -210,7 +216,9 @@ def test_agents_that_fail_or_take_too_long_end_their_own_rows() -> None:
 
     async def run() -> list[Any]:
         limits = Limits(at_once=8, timeout_s=1.5, max_turns=8, max_sequence_tokens=60)
-        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+        async with Endpoint(
+            Script(tokenizer, ["b"]), turn_template(tokenizer), TurnSampling(SamplingParams(), 60)
+        ) as endpoint:  # type: ignore[arg-type]
             return await AgentPlayer(endpoint, agent, limits=limits).play(rows)
 
     played = asyncio.run(run())
@@ -242,7 +250,7 @@ def test_a_cancelled_agent_aborts_its_turn_and_closes_its_session() -> None:
 
     async def run() -> None:
         engine: Any = Endless(tokenizer, ["b"])
-        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(), 60) as endpoint:
+        async with Endpoint(engine, turn_template(tokenizer), TurnSampling(SamplingParams(), 60)) as endpoint:
             playing = asyncio.ensure_future(
                 AgentPlayer(endpoint, agent, limits=LIMITS).play(make_rows(tokenizer, ["a"]))
             )
@@ -260,7 +268,7 @@ def test_a_cancelled_agent_aborts_its_turn_and_closes_its_session() -> None:
 def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
     tokenizer = make_chat_tokenizer(None)
     with pytest.raises(UserError, match="has no chat template"):
-        Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)  # type: ignore[arg-type]
+        Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), TurnSampling(SamplingParams(), 60))  # type: ignore[arg-type]
 
 
 def test_a_clients_stop_text_is_cut_from_the_reply_but_trained() -> None:
@@ -269,7 +277,9 @@ def test_a_clients_stop_text_is_cut_from_the_reply_but_trained() -> None:
 
     async def run() -> tuple[str, str, list[int], list[int]]:
         engine = EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, 400)))
-        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=40), 400) as endpoint:
+        async with Endpoint(
+            engine, turn_template(tokenizer), TurnSampling(SamplingParams(max_tokens=40), 400)
+        ) as endpoint:
             result = []
             for stop in (None, [" "], " "):
                 _, body = await post(endpoint.open(Trajectory(uid)), user, stop=stop)
@@ -287,7 +297,9 @@ def test_a_client_finds_the_model_and_gets_errors_for_other_paths() -> None:
     tokenizer = make_chat_tokenizer("chatml")
 
     async def run() -> list[tuple[int, Any]]:
-        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+        async with Endpoint(
+            Script(tokenizer, ["b"]), turn_template(tokenizer), TurnSampling(SamplingParams(), 60)
+        ) as endpoint:  # type: ignore[arg-type]
             url = endpoint.open(Trajectory((0, 0, 0)))
             answers = []
             async with aiohttp.ClientSession() as client:
@@ -365,7 +377,9 @@ def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
 
     async def run() -> None:
         engine: Any = Busy(tokenizer, ["one", "two"], seconds=0.2)
-        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:
+        async with Endpoint(
+            engine, turn_template(tokenizer), TurnSampling(SamplingParams(max_tokens=9), 400)
+        ) as endpoint:
             url = endpoint.open(Trajectory((0, 0, 0)))
             tasks = [asyncio.ensure_future(post(url, USER)) for _ in range(3)]
             while not engine.running:
@@ -383,7 +397,7 @@ def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
     engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, Decoding(16, 400))), turn_template(tokenizer)
 
     async def run() -> None:
-        async with Endpoint(engine, template, SamplingParams(max_tokens=40, ends=False), 400) as endpoint:
+        async with Endpoint(engine, template, TurnSampling(SamplingParams(max_tokens=40, ends=False), 400)) as endpoint:
             url = endpoint.open(Trajectory((0, 0, 0)))
             result = await asyncio.wait_for(pieces(engine, url), 60)
             session = await endpoint.close((0, 0, 0))
@@ -413,7 +427,7 @@ def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
 
     async def run() -> tuple[list[Any], Any, Any]:
         async with Endpoint(
-            Script(tokenizer, [CALL, "it is 12"]), turn_template(tokenizer), SamplingParams(), 600
+            Script(tokenizer, [CALL, "it is 12"]), turn_template(tokenizer), TurnSampling(SamplingParams(), 600)
         ) as endpoint:  # type: ignore[arg-type]
             url = endpoint.open(Trajectory((0, 0, 0)))
             chunks = await streamed(url, messages=[user], tools=TOOLS, stream_options={"include_usage": True})
@@ -434,7 +448,7 @@ def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
 
 def test_an_endpoint_that_others_reach_has_a_key_and_obeys_no_other() -> None:
     tokenizer = make_chat_tokenizer("chatml")
-    parts = (Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)
+    parts = (Script(tokenizer, ["b"]), turn_template(tokenizer), TurnSampling(SamplingParams(), 60))
     with pytest.raises(UserError, match=r"rollout.environment.host=0.0.0.0 .*no key"):
         endpoint_key(EnvironmentConfig(host="0.0.0.0"))
 

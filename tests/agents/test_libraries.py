@@ -16,7 +16,7 @@ from braidrl.agents.environments import environments
 from braidrl.agents.libraries import LIBRARIES
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
-from braidrl.agents.trajectory import Limits, Trajectory
+from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling
 from braidrl.config import EnvironmentConfig, load_config
 from braidrl.config.config import LIBRARIES as NAMED_BY
 from braidrl.engines.requests import SamplingParams
@@ -183,7 +183,7 @@ def test_a_taskset_is_played_in_the_environment_that_it_brings() -> None:
 
     async def run() -> list[Trajectory]:
         listener = hosts.listener(name)
-        async with Endpoint(script, template, SamplingParams(), 500, listener=listener) as endpoint:  # type: ignore[arg-type]
+        async with Endpoint(script, template, TurnSampling(SamplingParams(), 500), listener=listener) as endpoint:  # type: ignore[arg-type]
             return await AgentPlayer(endpoint, hosts.find(name), limits=LIMITS).play(make_rows(tokenizer, ["?"]))
 
     try:

@@ -15,7 +15,7 @@ import pytest
 
 from braidrl.agents.environments import answerer, environments
 from braidrl.agents.player import EnvironmentPlayer
-from braidrl.agents.trajectory import Limits, Trajectory, trajectory_columns
+from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling, trajectory_columns
 from braidrl.agents.turns import Observation
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
@@ -105,8 +105,15 @@ def script_play(
 
     async def run() -> tuple[list[Trajectory], float]:
         engine = Script(tokenizer, ["ab"], seconds)
-        template, sampling = turn_template(tokenizer), SamplingParams()
-        episodes = EnvironmentPlayer(engine, made, template, sampling, limits=limits, **settings)  # type: ignore[arg-type]
+        template = turn_template(tokenizer)
+        episodes = EnvironmentPlayer(
+            engine,
+            made,
+            template,
+            TurnSampling(SamplingParams(), limits.max_sequence_tokens),
+            limits=limits,
+            **settings,
+        )  # type: ignore[arg-type]
         return await episodes.play(rows), asyncio.get_running_loop().time()
 
     return run_virtually(run())
@@ -232,7 +239,7 @@ def test_a_hanging_plain_function_delays_neither_other_rows_nor_the_end() -> Non
     limits = Limits(at_once=4, timeout_s=1.0, max_turns=8, max_sequence_tokens=300)
     make = environments(f"{HERE}:play_slowly", {})
     episodes = EnvironmentPlayer(
-        Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits=limits
+        Script(tokenizer, ["ab"]), make, turn_template(tokenizer), TurnSampling(SamplingParams(), 300), limits=limits
     )  # type: ignore[arg-type]
     played = asyncio.run(episodes.play(rows_of(["?"], samples=4)))
     assert not LATE, "the call is still hanging"
@@ -244,7 +251,11 @@ def test_a_plain_function_sees_every_turn_and_the_example() -> None:
     tokenizer = make_chat_tokenizer(None)
     make = environments(f"{HERE}:is_long", {"length": 2})
     episodes = EnvironmentPlayer(
-        Script(tokenizer, ["a", "abc"]), make, turn_template(tokenizer), SamplingParams(), limits=LIMITS
+        Script(tokenizer, ["a", "abc"]),
+        make,
+        turn_template(tokenizer),
+        TurnSampling(SamplingParams(), 300),
+        limits=LIMITS,
     )  # type: ignore[arg-type]
     (episode,) = asyncio.run(episodes.play(rows_of(["?"])))
     assert (episode.turns, episode.score, episode.finish_reason) == (2, 4.0, FinishReason.STOP)
@@ -291,7 +302,11 @@ def other_run() -> list[int]:
     """Return the tokens of the first row without an abort."""
     engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), Decoding(16, 300)))
     episodes = EnvironmentPlayer(
-        engine, Turns, turn_template(make_tokenizer()), SamplingParams(max_tokens=30, ends=False), limits=LIMITS
+        engine,
+        Turns,
+        turn_template(make_tokenizer()),
+        TurnSampling(SamplingParams(max_tokens=30, ends=False), 300),
+        limits=LIMITS,
     )  # type: ignore[arg-type]
     return asyncio.run(episodes.play(make_rows(make_tokenizer(), ["a"])))[0].tokens
 
@@ -312,7 +327,7 @@ def test_episodes_have_the_same_tokens_on_one_engine_and_four_replicas() -> None
         engines = [EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(slots, 300))) for _ in range(replicas)]
         engine = engines[0] if replicas == 1 else Router(engines)
         episodes = EnvironmentPlayer(
-            engine, Jittery, turn_template(tokenizer), SamplingParams(max_tokens=12), limits=LIMITS
+            engine, Jittery, turn_template(tokenizer), TurnSampling(SamplingParams(max_tokens=12), 300), limits=LIMITS
         )  # type: ignore[arg-type]
         return [(e.tokens, e.sequence_lengths) for e in asyncio.run(episodes.play(rows))]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from braidrl.agents.player import EnvironmentPlayer
-from braidrl.agents.trajectory import Limits, trajectory_columns
+from braidrl.agents.trajectory import Limits, TurnSampling, trajectory_columns
 from braidrl.agents.turns import MARK, Observation
 from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import FinishReason, Rows
@@ -90,7 +90,11 @@ def test_a_row_holds_exactly_the_engines_tokens_with_trainings_log_probs(
     recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, Decoding(16, LIMIT))))
     waiting = list(histories)
     episodes = EnvironmentPlayer(
-        recorder, lambda: Told(waiting.pop(0)), turn_template(tokenizer), SamplingParams(max_tokens=9), limits=LIMITS
+        recorder,
+        lambda: Told(waiting.pop(0)),
+        turn_template(tokenizer),
+        TurnSampling(SamplingParams(max_tokens=9), LIMIT),
+        limits=LIMITS,
     )
     rows = make_rows(tokenizer, [f"question {i}" for i in range(len(histories))])
     played = asyncio.run(episodes.play(rows))
@@ -121,7 +125,7 @@ def test_a_row_equals_the_rendered_conversation_if_the_template_keeps_turns(
         Script(tokenizer, turns),
         lambda: Told([Observation(s) for s in said]),
         turn_template(tokenizer),
-        SamplingParams(),
+        TurnSampling(SamplingParams(), LIMIT),
         limits=LIMITS,
     )
     (episode,) = asyncio.run(episodes.play(make_rows(tokenizer, ["the number is"])))
@@ -138,7 +142,11 @@ def test_reasoning_that_the_template_would_drop_stays_where_the_engine_saw_it() 
     tokenizer = make_chat_tokenizer("thinking")
     recorder = Recorder(Script(tokenizer, ["12 or 123?</think>guess 12", "123 then</think>guess 123"]))
     episodes = EnvironmentPlayer(
-        recorder, lambda: Told([Observation("higher")]), turn_template(tokenizer), SamplingParams(), limits=LIMITS
+        recorder,
+        lambda: Told([Observation("higher")]),
+        turn_template(tokenizer),
+        TurnSampling(SamplingParams(), LIMIT),
+        limits=LIMITS,
     )
     (episode,) = asyncio.run(episodes.play(make_rows(tokenizer, ["the number"])))
     text = tokenizer.decode(episode.tokens)
@@ -175,7 +183,11 @@ def test_an_extended_context_is_appended_and_a_new_context_starts_a_sequence() -
     def play(contexts: list[str]) -> tuple[list[int], str]:
         said = [Observation(context, restart=True) for context in contexts]
         episodes = EnvironmentPlayer(
-            Script(tokenizer, ["b"]), lambda: Told(said), turn_template(tokenizer), SamplingParams(), limits=LIMITS
+            Script(tokenizer, ["b"]),
+            lambda: Told(said),
+            turn_template(tokenizer),
+            TurnSampling(SamplingParams(), LIMIT),
+            limits=LIMITS,
         )
         (episode,) = asyncio.run(episodes.play(make_rows(tokenizer, ["?!"])))
         return episode.sequence_lengths, tokenizer.decode(episode.tokens)

@@ -21,7 +21,7 @@ from aiohttp import web
 from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
-from braidrl.agents.trajectory import Limits, trajectory_columns
+from braidrl.agents.trajectory import Limits, TurnSampling, trajectory_columns
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
 from braidrl.engines.requests import SamplingParams
@@ -181,7 +181,7 @@ def test_every_misbehaviour_behind_verifiers_is_a_counted_row_and_takes_no_memor
         before = psutil.Process().memory_info().rss
 
         async def run() -> list[Any]:
-            async with Endpoint(script, template, SamplingParams(), 500, listener=listener) as endpoint:  # type: ignore[arg-type]
+            async with Endpoint(script, template, TurnSampling(SamplingParams(), 500), listener=listener) as endpoint:  # type: ignore[arg-type]
                 return await AgentPlayer(endpoint, act, limits=limits).play(rows)
 
         played = asyncio.run(run())

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from braidrl.agents.endpoint import Endpoint
-from braidrl.agents.trajectory import Trajectory
+from braidrl.agents.trajectory import Trajectory, TurnSampling
 from braidrl.agents.turns import TurnTemplate
 from braidrl.config import ImagesConfig, parse_config
 from braidrl.data.templates import PromptTemplate
@@ -223,7 +223,7 @@ def test_an_agents_images_are_seen_in_every_turn(folder: Path, tmp_path: Path) -
     template = TurnTemplate(PromptTemplate(tokenizer, vision=vision))
 
     async def play() -> Trajectory:
-        async with Endpoint(engine, template, SamplingParams(max_tokens=3), 256) as endpoint:  # type: ignore[arg-type]
+        async with Endpoint(engine, template, TurnSampling(SamplingParams(max_tokens=3), 256)) as endpoint:  # type: ignore[arg-type]
             url = endpoint.open(Trajectory((0, 0, 0)))
             messages: list[Any] = []
             for color in ("red", "blue"):

@@ -30,6 +30,7 @@ from braidrl.agents.spans import EpisodeSpans
 from braidrl.agents.trajectory import (
     Limits,
     Trajectory,
+    TurnSampling,
     response_columns,
     trajectory_columns,
     with_oldest_version,
@@ -355,39 +356,30 @@ class Generation:
             ends = end_ids_of(self.config.model.expanduser(), self.tokenizer)
             pad = getattr(self.tokenizer, "pad_token_id", None)
             template = replace(template, hidden=frozenset(token for token in (*ends, pad) if token is not None))
-        sampling = sampling_of(stage, self.config)
-        purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
+        seed = self.config.seed
+        turns = TurnSampling(
+            sampling_of(stage, self.config),
+            limits.max_sequence_tokens,
+            str(stage.params.get("purpose", "train")),
+            stage.name,
+            columns_of(stage),
+        )
         if stage.params["environment"].startswith(AGENTS):
             # Imported here: only agents need aiohttp, which is optional.
             from braidrl.agents.endpoint import Endpoint
 
-            longest = limits.max_sequence_tokens
             listener = await in_thread(lambda: self.environments.listener(stage.params["environment"]))
             host, key = self.config.rollout.environment.host, endpoint_key(self.config.rollout.environment)
-            async with Endpoint(
-                running,
-                template,
-                sampling,
-                longest,
-                purpose,
-                stage.name,
-                host,
-                columns=columns_of(stage),
-                listener=listener,
-                key=key,
-            ) as endpoint:
+            async with Endpoint(running, template, turns, host, listener, key) as endpoint:
                 agents = AgentPlayer(endpoint, make, limits=limits, seed=seed, on_finished=finished, spans=self.spans)
                 return await agents.play(rows)
         player = EnvironmentPlayer(
             running,
             make,
             template,
-            sampling,
+            turns,
             limits=limits,
             seed=seed,
-            purpose=purpose,
-            stage=stage.name,
-            columns=columns_of(stage),
             on_finished=finished,
             policies=policies_of(stage)[1:],
             role=str(stage.role),
