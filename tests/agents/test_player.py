@@ -278,8 +278,8 @@ def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> N
 
 def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
     engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), Decoding(16, 300)))
-    sampling = SamplingParams(max_tokens=30, ends=False)
-    episodes = EnvironmentPlayer(engine, Turns, turn_template(make_tokenizer()), sampling, limits=LIMITS)  # type: ignore[arg-type]
+    turns = TurnSampling(SamplingParams(max_tokens=30, ends=False), 300)
+    episodes = EnvironmentPlayer(engine, Turns, turn_template(make_tokenizer()), turns, limits=LIMITS)  # type: ignore[arg-type]
 
     async def run() -> list[Trajectory]:
         task = asyncio.ensure_future(episodes.play(make_rows(make_tokenizer(), ["a", "b"])))
