@@ -5,11 +5,14 @@ one process.
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -110,7 +113,7 @@ def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(worksh
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_one_vllm_draws_for_each_policy_with_its_own_adapters(tmp_path: Path) -> None:
+def test_one_vllm_that_dies_comes_back_with_the_adapters_of_each_policy(tmp_path: Path) -> None:
     config, python = deepcopy(MODELS["qwen3"]), vllm_python()
     config.update({"head_dim": 64})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
@@ -118,9 +121,25 @@ def test_one_vllm_draws_for_each_policy_with_its_own_adapters(tmp_path: Path) ->
     shop = Workshop(tmp_path, tmp_path / "model", write_jsonl(tmp_path / "train.jsonl", sums(64)))
     rollout = {"max_response_tokens": 4, "shared_base": True, "engine": "vllm", "reproducible": True}
     rollout |= {"python": str(python) if python else None}
-    trainer = {**TRAINER, "steps": 3, "checkpoint_every": 3}
+    trainer = {**TRAINER, "steps": 12, "checkpoint_every": 12}
+    killed: list[int] = []
+
+    def kill_vllm() -> None:
+        """End vLLM's process after the second step."""
+        lines = tmp_path / "run" / "metrics.jsonl"
+        while not lines.is_file() or len(lines.read_text().splitlines()) < 2:
+            time.sleep(0.05)
+        for process in psutil.Process().children():
+            if "vllm" in " ".join(process.cmdline()):
+                process.kill()
+                killed.append(process.pid)
+
+    killer = threading.Thread(target=kill_vllm, daemon=True)
+    killer.start()
     run = shop.run("run", flow=str(ROOT / "tests" / "runtimes" / "two_policies.yaml"), rollout=rollout, trainer=trainer)
-    rows = recorded(run, 3)
+    killer.join(5)
+    assert killed
+    rows = recorded(run, 12)
     gaps = []
     for drawn, trained in (
         ("rollout_log_probs", "old_log_probs"),
