@@ -108,6 +108,10 @@ def train(
 
         dry_run(config, devices=devices)
         return
+    from braidrl.config.paths import check_paths
+
+    if resume is None:
+        check_paths(config, trained=replay is None)
     from braidrl.runtimes.run import train as run_training
     from braidrl.runtimes.start import start_fork_server
 
@@ -121,11 +125,13 @@ def evaluate(settings: Settings = None) -> None:
     responses.
     """
     from braidrl.config import load_config
+    from braidrl.config.paths import check_paths
     from braidrl.config.reading import given_keys
 
     # The training flow does not matter: a policy generates and is verified, a model with a score head scores pairs.
     file, changed = split(settings)
     config = load_config(file, changed, flow="grpo")
+    check_paths(config, trained=False)
     from braidrl.runtimes.evaluation import evaluate_model
     from braidrl.runtimes.start import start_fork_server
     from braidrl.training.loading import has_score_head
@@ -176,8 +182,10 @@ def data(settings: Settings = None) -> None:
     reasons.
     """
     from braidrl.config import load_config
+    from braidrl.config.paths import check_paths
 
     config = load_config(*split(settings), flow="grpo")
+    check_paths(config)
     from braidrl.cli.show_data import show_data
 
     show_data(config)
@@ -226,6 +234,10 @@ def check(
     """Check on a tiny model of the same structure that a model trains correctly; the exit code is 1 if it may not
     train.
     """
+    from braidrl.config.paths import is_hub_name
+
+    if not Path(model).expanduser().exists() and not is_hub_name(Path(model)):
+        raise UserError(f"braid check {model}: there is no such folder or file; give a model's folder or config.json")
     from braidrl.cli.check_model import check as check_model
 
     if not check_model(model, layouts, typer.echo, vllm):
@@ -247,6 +259,7 @@ def plan(
 ) -> None:
     """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
     from braidrl.config import load_config
+    from braidrl.config.paths import check_paths
 
     if calibrate:
         from braidrl.cli.plan_command import calibrated
@@ -256,6 +269,7 @@ def plan(
         say(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
         return
     config = load_config(*split(settings))
+    check_paths(config, trained=False, evaluated=False)
     from braidrl.cli.plan_command import Wanted
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.observe.progress import Terminal

@@ -27,9 +27,9 @@ from braidrl.cluster.devices import assign_devices, device_lines
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig, Config
+from braidrl.config.paths import is_hub_name
 from braidrl.errors import UserError
 from braidrl.importing import PACKAGES, version_of
-from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.training.compute.attention import ATTENTION, PackedSequences
 from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.decoders.body import run_body

@@ -25,32 +25,12 @@ from braidrl.errors import UserError, first_line, suggest
 from braidrl.parsing import check_levels, parse_json, what_is_wrong
 
 Record = dict[str, Any]
-SUFFIXES = (".jsonl", ".json", ".parquet")
 BATCH = 1024
 """Rows of a parquet file in memory at a time."""
 NO_FORM = object()
 """Marker for a value without a JSON form."""
 FILE_BYTES = 4 << 30
 """Maximum size of a .json file, which is read whole."""
-
-
-def check_source(source: SourceConfig) -> None:
-    """Raise UserError for a missing file or folder, or an unknown file type. The file is not opened."""
-    path = source.path
-    if path.is_dir():
-        return
-    if path.suffix not in SUFFIXES:
-        raise UserError(
-            f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl, .json or .parquet file, or a "
-            "folder of them"
-        )
-    if not path.is_file():
-        where = "" if path.is_absolute() else f", neither beside the configuration nor in {Path.cwd()}"
-        raise UserError(
-            f"no data file {path}{where}; give the path of a .jsonl, .json or .parquet file, or of a folder"
-        )
-    if source.subset is not None or source.split is not None:
-        raise UserError(f"{path} is one file, without subsets and splits; remove `subset` and `split` of this source")
 
 
 def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Record]]:

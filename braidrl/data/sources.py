@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from braidrl.config import SourceConfig
+from braidrl.config.paths import check_source
 from braidrl.data.chat import (
     TRAINED,
     ChatMessage,
@@ -46,7 +47,6 @@ from braidrl.data.records import (
     NO_FORM,
     Record,
     as_json,
-    check_source,
     kind_of,
     object_of,
     parsed,

@@ -21,6 +21,7 @@ from transformers.processing_utils import ProcessorMixin
 from transformers.utils.import_utils import DummyObject
 
 from braidrl.config import ImagesConfig
+from braidrl.config.paths import model_folder
 from braidrl.data.chat import check_template
 from braidrl.data.images import ImageStore
 from braidrl.data.vision import FAMILIES, IMAGE_PROCESSORS, WRITTEN, Vision
@@ -33,7 +34,6 @@ from braidrl.training.decoders.proof import proven_plan
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
 from braidrl.weights.model_files import ModelFiles, auto_class, scorer_class
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CONFIG_BYTES, TOKENIZER_BYTES = 16 << 20, 512 << 20
 SIZES = {
@@ -132,7 +132,7 @@ def _load(
 
     Raises UserError if others are missing.
     """
-    folder = _model_folder(path, with_weights=True)
+    folder = model_folder(path, with_weights=True)
     config = read_model_config(folder)
     plan, quantised = proven_plan(config, folder), without_quantisation(config, folder)
     auto = class_of(config)
@@ -260,7 +260,7 @@ def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
 
 def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face directory. Raises UserError if it is missing or invalid."""
-    folder = _model_folder(path)
+    folder = model_folder(path)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise UserError(
             f"model: {folder} has no tokenizer (tokenizer.json); copy it there from where the model is from"
@@ -413,7 +413,7 @@ def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerB
     """Raise UserError if an end token of a model or of the tokenizer is not in its vocabulary, or its chat template is
     invalid.
     """
-    folder = _model_folder(model)
+    folder = model_folder(model)
     config, path, settings = read_model_config(folder), folder / "generation_config.json", None
     if path.is_file():
         read_object(path)
@@ -441,20 +441,9 @@ def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerB
                 )
 
 
-def _model_folder(path: str | Path, with_weights: bool = False) -> Path:
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise UserError(f"model: there is no folder {folder}; give the path of a Hugging Face model directory")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model: {folder} has no config.json; give the path of a Hugging Face model directory")
-    if with_weights and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-        raise UserError(f"model: {folder} has a config.json but no weights (*.safetensors); copy the whole model")
-    return folder
-
-
 def read_model_config(path: str | Path) -> Any:
     """Read a model's config.json, without weights. Raises UserError as `load_decoder`."""
-    folder = _model_folder(path)
+    folder = model_folder(path)
     path = folder / "config.json"
     settings = read_object(path)
     # Invalid or inconsistent sizes of the model or of its parts are refused before a model is built.

@@ -279,3 +279,14 @@ def test_a_wrong_key_is_named_before_torch_is_loaded(tmp_path: Path) -> None:
     )
     output = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == [f"{command} True False" for command in ("train", "eval", "data", "plan")]
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "data", "plan", "check"])
+def test_a_missing_folder_is_named_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"flow: grpo\nmodel: {tmp_path}/none\ndata: {{train: {tmp_path}/none.jsonl}}\n")
+    given = [f"{tmp_path}/none"] if command == "check" else ["c.yaml"]
+    program = "import sys; from braidrl.cli.commands import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program, command, *given], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 2 and str(tmp_path / "none") in run.stderr and run.stdout.strip() == "False"

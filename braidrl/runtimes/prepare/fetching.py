@@ -1,12 +1,12 @@
 """Download of the hub models and data in a configuration to this machine's cache, before anything else."""
 
-import re
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import constants, errors, snapshot_download
 
 from braidrl.config import Config, DataConfig, SourceConfig
+from braidrl.config.paths import NAME, is_hub_name
 from braidrl.data.conversions import KNOWN
 from braidrl.errors import UserError, first_line
 from braidrl.runtimes.prepare.run_flow import with_own_samples
@@ -65,14 +65,7 @@ def source_here(source: SourceConfig, key: str) -> SourceConfig:
 
 
 HubKind = Literal["model", "model without weights", "dataset"]
-NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SMALL_FILES, WEIGHTS, OLD_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja"], "*.safetensors", "pytorch_model*.bin"
-DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
-
-
-def is_hub_name(name: Path) -> bool:
-    """Return True for a text in the form of a hub's name that is not a local file or folder."""
-    return NAME.fullmatch(str(name)) is not None and name.suffix not in DATA_FILES and not name.exists()
 
 
 def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:

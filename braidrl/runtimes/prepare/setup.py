@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.config import Config, SourceConfig, VerifierConfig
+from braidrl.config.paths import check_source, is_hub_name
 from braidrl.data.chat import end_ids_of
 from braidrl.data.prompts import LoadedSource, check_train, load_eval, load_texts, load_train
-from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
 from braidrl.data.tables import LoadingRanks
 from braidrl.data.vision import Vision
@@ -34,7 +34,6 @@ from braidrl.rewards.verifier import READERS, resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.deployment import deploy
-from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
 from braidrl.training.compute.rope import RopeLengths, most_positions
 from braidrl.training.decoders.proof import proven_plan

@@ -201,7 +201,8 @@ def _token_ids(settings: dict[str, Any]) -> dict[int, int]:
                 )
 
     beyond = sorted({token for token in ids(settings) if token >= VOCABULARY})
-    return {token: UNPADDED - 1 - number % (VOCABULARY // 2) for number, token in enumerate(beyond)}
+    end = UNPADDED if settings.get("unpadded_vocab_size") else VOCABULARY
+    return {token: end - 1 - number % (VOCABULARY // 2) for number, token in enumerate(beyond)}
 
 
 def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -> dict[str, Any]:
