@@ -117,6 +117,8 @@ REAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "xmod": {"default_language": "en_XX"},
     "youtu": {"pad_token_id": None},
+    "emu3": {"architectures": ["Emu3ForConditionalGeneration"], "vocabulary_map": {"<image>": 5}},
+    "mllama": {"architectures": ["MllamaForConditionalGeneration"]},
 }
 """Settings of the hub's models that a type's defaults lack."""
 PROCESSORS = {"fast_vlm": "LlavaProcessor", "glm_ocr": "Glm46VProcessor"}
