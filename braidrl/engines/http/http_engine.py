@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -46,11 +46,17 @@ SETTINGS_BYTES, ANSWER_BYTES, TOKEN_BYTES, PIECE_BYTES = 64 << 20, 1 << 20, 4 <<
 """Bytes of an answer without tokens, at most; of one with tokens beside them, and for each that was asked for; and of
 the pieces in which an answer is read.
 """
-MOST_EARLY_ENDS = 3
-"""How often a server may end one row before its end."""
+MOST_UNFINISHED = 3
+"""How often a server may end one row before its end, or fail to draw it."""
+STARTING = (502, 503, 504)
+"""Answers of a server, or of one before it, that is not ready."""
 LOG_PROB_ROUNDING = 1e-3
 IDLE_S = 2.0
 """Seconds after which an idle connection is not used again; vLLM's server closes one after 5 s."""
+
+
+class ServerFailure(EngineError):
+    """An answer of the server that says it has failed, and not that it is starting."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ class HttpEngine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._failure: EngineError | None = None
-        self._early = Counter[Uid]()
-        """How often the server ended a row before its end."""
+        self._unfinished = Counter[Uid]()
+        """How often the server has not drawn a row to its end, though it answered."""
 
     async def start(self) -> None:
         """Connect to the server.
@@ -156,6 +162,8 @@ class HttpEngine:
             with WORK.waiting():
                 answer = await call
                 await self.check_weights()
+        except ServerFailure as error:
+            self._count_unfinished(request.uid, str(error))
         finally:
             call.cancel()
             del self._rows[request.uid]
@@ -171,18 +179,24 @@ class HttpEngine:
             raise UserError(f"rollout.servers: {self.url} {fault}")
         ended = any(row.record_token(token) for token in tokens)
         if ended:
-            self._early.pop(request.uid, None)
+            self._unfinished.pop(request.uid, None)
         elif not aborted:
-            self._early[request.uid] += 1
             early = f"{self.url} ended row {request.uid} after {len(row.tokens)} tokens, before its end"
-            if self._early[request.uid] == MOST_EARLY_ENDS:
-                raise UserError(f"rollout.servers: {early}, {MOST_EARLY_ENDS} times; name another server")
-            raise EngineError(early)
+            self._count_unfinished(request.uid, early)
         count = len(row.tokens)
         drawn = {
             name: torch.tensor(entries[:count], dtype=token_columns[name].dtype) for name, entries in values.items()
         }
         return row.finished(not ended, (torch.tensor(row.tokens, dtype=torch.int64), drawn))
+
+    def _count_unfinished(self, uid: Uid, reason: str) -> NoReturn:
+        """Raise EngineError with the reason why a row has no end, so that it is asked for again; UserError at the last
+        time.
+        """
+        self._unfinished[uid] += 1
+        if self._unfinished[uid] == MOST_UNFINISHED:
+            raise UserError(f"rollout.servers: {reason}, {MOST_UNFINISHED} times; name another server")
+        raise EngineError(reason)
 
     def fault_in(self, tokens: Any, values: Mapping[str, Any]) -> str:
         """Return what is wrong with the tokens of an answer, and with their values; an empty text if nothing."""
@@ -322,7 +336,10 @@ class HttpEngine:
             raise EngineError(f"{self.url} does not answer: {error}") from error
         if 300 <= status < 400:
             raise UserError(f"{self.url}{path} redirects to {shown(target)}; name that address in rollout.servers")
-        kind, fault = (UserError if 400 <= status < 500 else EngineError), str(status)
+        kind: type[Exception] = UserError if 400 <= status < 500 else EngineError
+        if status >= 500 and status not in STARTING:
+            kind = ServerFailure
+        fault = str(status)
         if status < 400:
             try:
                 # A server may write infinite log-probs, which are refused by their token.

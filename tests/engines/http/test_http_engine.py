@@ -362,21 +362,36 @@ def test_an_answer_that_was_not_asked_for_ends_in_a_line(kind: str, monkeypatch:
     assert str(caught.value).isprintable() and len(reached) == 1
 
 
-@pytest.mark.parametrize("tokens", [(), (3,), (3, 4)])
-def test_a_row_that_ends_early_is_asked_for_three_times(
-    tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tokens", "status", "message"),
+    [((), 200, "before its end"), ((3,), 200, "before its end"), ((3, 4), 200, "before its end"), ((), 500, "500: ")],
+)
+def test_a_row_that_ends_early_or_fails_at_the_server_is_asked_for_three_times(
+    tokens: tuple[int, ...], status: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(self: SglangSpeaker, asked: web.Request) -> web.Response:
-        return web.Response(text=drawn(*tokens))
+        return web.Response(text=drawn(*tokens), status=status)
 
     monkeypatch.setattr(SglangSpeaker, "_generate", answer)
     with closing(Asked(SGLANG)) as asked:
         request, kinds = Request((0, 0, 0), torch.tensor([1]), SamplingParams(max_tokens=4)), list[type]()
         while UserError not in kinds and len(kinds) < 9:
-            with pytest.raises((UserError, EngineError), match="before its end") as caught:
+            with pytest.raises((UserError, EngineError), match=message) as caught:
                 asked.runner.run(asked.engine.submit(request))
             kinds.append(caught.type)
     assert kinds == [EngineError, EngineError, UserError]
+
+
+def test_a_row_is_asked_for_until_a_server_that_starts_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(self: SglangSpeaker, asked: web.Request) -> web.Response:
+        return web.Response(text="starting", status=503)
+
+    monkeypatch.setattr(SglangSpeaker, "_generate", answer)
+    with closing(Asked(SGLANG)) as asked:
+        request = Request((0, 0, 0), torch.tensor([1]), SamplingParams(max_tokens=4))
+        for _ in range(5):
+            with pytest.raises(EngineError, match="503: starting"):
+                asked.runner.run(asked.engine.submit(request))
 
 
 def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> dict[str, Any]:
