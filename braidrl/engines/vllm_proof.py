@@ -109,11 +109,11 @@ def with_images(prompts: list[Tensor], vision: Vision, folder: Path) -> tuple[li
     """Return prompts of which some have images, of unequal sizes, and the images' spans."""
     from PIL import Image
 
-    names = []
+    names, image_store = [], vision.store
     for number, (width, height) in enumerate(SIZES):
         generator = torch.Generator().manual_seed(number)
         pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
-        names.append(vision.store.add(Image.fromarray(pixels.numpy()), folder))
+        names.append(image_store.add(Image.fromarray(pixels.numpy()), folder))
     expanded_prompts, spans = [], []
     for number, prompt in enumerate(prompts):
         images = [names[image] for image in SEEN[number % len(SEEN)]]

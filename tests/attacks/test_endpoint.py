@@ -22,7 +22,7 @@ from braidrl.agents import endpoint as endpoints
 from braidrl.agents.endpoint import MOST_REQUESTS, Endpoint
 from braidrl.agents.streamed_turns import TurnStream
 from braidrl.agents.tool_calls import FORMATS
-from braidrl.agents.trajectory import Trajectory
+from braidrl.agents.trajectory import Trajectory, TurnSampling
 from braidrl.engines.requests import SamplingParams
 from tests.agents.chat import Script, make_chat_tokenizer, turn_template
 
@@ -50,7 +50,9 @@ async def served(
     texts: list[str] | None = None, tokens: int = 400, seconds: float = 0.0
 ) -> AsyncIterator[tuple[Endpoint, Delays]]:
     script, delays = Script(TOKENIZER, texts or ["b"], seconds), Delays()
-    async with Endpoint(script, turn_template(TOKENIZER), SamplingParams(max_tokens=tokens), tokens) as endpoint:  # type: ignore[arg-type]
+    async with Endpoint(
+        script, turn_template(TOKENIZER), TurnSampling(SamplingParams(max_tokens=tokens), tokens)
+    ) as endpoint:  # type: ignore[arg-type]
         watching = asyncio.ensure_future(delays.watch())
         try:
             yield endpoint, delays

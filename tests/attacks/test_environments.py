@@ -23,7 +23,7 @@ import pytest
 from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts, observation_of
-from braidrl.agents.trajectory import Limits, Trajectory
+from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling
 from braidrl.agents.turns import EnvironmentFailed
 from braidrl.config import EnvironmentConfig
 from braidrl.data.rows import FinishReason
@@ -85,13 +85,14 @@ def play(
     tokenizer = make_chat_tokenizer("chatml")
     rows, name = make_rows(tokenizer, prompts), hosts.settings.name
     assert name is not None
-    sampling, template, script = SamplingParams(), turn_template(tokenizer), Script(tokenizer, [says], seconds)
+    turns = TurnSampling(SamplingParams(), 2000)
+    template, script = turn_template(tokenizer), Script(tokenizer, [says], seconds)
 
     async def run() -> list[Trajectory]:
         if not name.startswith("agent:"):
             make = hosts.find(name)
-            return await EnvironmentPlayer(script, make, template, sampling, limits=LIMITS, on_finished=note).play(rows)  # type: ignore[arg-type]
-        async with Endpoint(script, template, sampling, 2000, listener=hosts.listener(name)) as endpoint:  # type: ignore[arg-type]
+            return await EnvironmentPlayer(script, make, template, turns, limits=LIMITS, on_finished=note).play(rows)  # type: ignore[arg-type]
+        async with Endpoint(script, template, turns, listener=hosts.listener(name)) as endpoint:  # type: ignore[arg-type]
             return await AgentPlayer(endpoint, hosts.find(name), limits=LIMITS).play(rows)
 
     return asyncio.run(run())
@@ -170,7 +171,11 @@ def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Trajectory
         tokenizer = make_chat_tokenizer("chatml")
         make = hosts.find(str(hosts.settings.name))
         episodes = EnvironmentPlayer(
-            Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits=LIMITS
+            Script(tokenizer, ["ab"]),
+            make,
+            turn_template(tokenizer),
+            TurnSampling(SamplingParams(), 2000),
+            limits=LIMITS,
         )  # type: ignore[arg-type]
         outcome, _ = await asyncio.gather(episodes.play(make_rows(tokenizer, ["sleeps"])), kill())
         return outcome
@@ -220,7 +225,9 @@ def test_copies_of_cancelled_trajectories_end_at_once_and_forgotten_ones_with_th
             forgotten: Any = await make()
             await forgotten.reset({"prompt": "sleeps"})
             script = Script(tokenizer, ["ab"])
-            player = EnvironmentPlayer(script, make, turn_template(tokenizer), SamplingParams(), limits=LIMITS)  # type: ignore[arg-type]
+            player = EnvironmentPlayer(
+                script, make, turn_template(tokenizer), TurnSampling(SamplingParams(), 2000), limits=LIMITS
+            )  # type: ignore[arg-type]
             playing = asyncio.ensure_future(player.play(make_rows(tokenizer, ["sleeps"] * 2)))
             while list(script.turns.values()) != [2, 2]:  # both are in the turn that sleeps
                 await asyncio.sleep(0.02)

@@ -98,7 +98,10 @@ def check_counted_rows(names: dict[str, str], **settings: Any) -> None:
 
         async def all_of_them() -> list[Any]:
             script, template = Script(tokenizer, ["ab"]), turn_template(tokenizer)
-            players = [EnvironmentPlayer(script, make, template, SamplingParams(), limits=LIMITS) for make in made]  # type: ignore[arg-type]
+            players = [
+                EnvironmentPlayer(script, make, template, TurnSampling(SamplingParams(), 500), limits=LIMITS)
+                for make in made
+            ]  # type: ignore[arg-type]
             played = await asyncio.gather(*(player.play(make_rows(tokenizer, ["?"])) for player in players))
             return [trajectory for (trajectory,) in played]
 

@@ -124,7 +124,7 @@ def test_slots_of_an_evaluation_alone_are_those_of_its_own_rows_without_the_memo
     workshop: Workshop, runtime: str
 ) -> None:
     sections = {
-        "rollout": {"slots": None},
+        "rollout": {"slots": None, "compile": False},
         "data": {"eval": {"held_out": str(workshop.data)}},
         "runtime": runtime,
         "evaluation": {"samples": 3, "max_prompts": 11},
