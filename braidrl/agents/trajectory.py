@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class TurnSampling:
-    """How an engine samples the turns of a generate stage."""
+    """Settings with which an engine samples the turns of a generate stage."""
 
     params: SamplingParams
     max_sequence_tokens: int

@@ -194,9 +194,13 @@ def parallelize_layer(
                 setattr(part, HEADS_RANK, mesh.get_local_rank())
         if not block.products:
             # FSDP must not be given a view, which the layer may change in place.
-            copy_view = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf  # noqa: E731
-            module.register_forward_hook(lambda _, __, output, copy_view=copy_view: tree_map(copy_view, output))
+            module.register_forward_hook(lambda _, __, output: tree_map(copy_of_view, output))
             shard(module)
+
+
+def copy_of_view(leaf: Any) -> Any:
+    """Return a copy of a tensor that is a view; anything else as it is."""
+    return leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf
 
 
 def gather_tokens(
