@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ from tests.tiny import ROOT, settings
 
 pytest.importorskip("mcp", reason="mcp is not installed")
 pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
-FLOOD = 50 << 20
+FLOOD, PIECE = 50 << 20, b"x" * (1 << 20)
 LIMITS = Limits(at_once=8, timeout_s=4.0, max_turns=2, max_sequence_tokens=500)
 
 
@@ -58,8 +60,12 @@ class Hostile(BaseHTTPRequestHandler):
         self.reply(b"{]")
 
     def floods(self) -> None:
-        text = json.dumps({"jsonrpc": "2.0", "id": 0, "result": {"text": "x" * FLOOD}}).encode()
-        self.reply(text)
+        start, end = b'{"jsonrpc": "2.0", "id": 0, "result": {"text": "', b'"}}'
+        self.reply(start, length=len(start) + FLOOD + len(end))
+        # In pieces: this process is the one whose memory is measured.
+        for _ in range(FLOOD // len(PIECE)):
+            self.wfile.write(PIECE)
+        self.wfile.write(end)
 
     def reply(self, content: bytes, length: int | None = None) -> None:
         self.send_response(200)
@@ -137,29 +143,32 @@ async def misbehave(request: web.Request) -> web.StreamResponse:
     return session
 
 
-@pytest.fixture
-def sessions() -> Iterator[str]:
-    """Serve sessions of the kind that OpenEnv's client opens, and return the address."""
-    loop, started = asyncio.new_event_loop(), threading.Event()
-    server, ports = web.Application(), list[int]()
-    server.router.add_get("/{kind}/ws", misbehave)
+def serve_sessions(ready: Connection) -> None:
+    """Serve sessions of the kind that OpenEnv's client opens, and send the port."""
 
     async def serve() -> None:
+        server = web.Application()
+        server.router.add_get("/{kind}/ws", misbehave)
         runner = web.AppRunner(server)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ports.append(runner.addresses[0][1])
-        started.set()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ready.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
 
-    def run() -> None:
-        loop.run_until_complete(serve())
-        loop.run_forever()
+    asyncio.run(serve())
 
-    threading.Thread(target=run, daemon=True).start()
-    assert started.wait(10)
-    yield f"http://127.0.0.1:{ports[0]}"
-    loop.call_soon_threadsafe(loop.stop)
+
+@pytest.fixture
+def sessions() -> Iterator[str]:
+    """Yield the address of a server in a process of its own: the memory of this one is measured."""
+    spawning = multiprocessing.get_context("spawn")
+    receiver, sender = spawning.Pipe(duplex=False)
+    process = spawning.Process(target=serve_sessions, args=(sender,), daemon=True)
+    process.start()
+    assert receiver.poll(60)
+    yield f"http://127.0.0.1:{receiver.recv()}"
+    process.kill()
+    process.join()
 
 
 @pytest.mark.soak
@@ -195,7 +204,8 @@ def test_every_misbehaviour_behind_verifiers_is_a_counted_row_and_takes_no_memor
     assert (failures.pop("fine"), failures.pop("grows")) == (None, None), "the other rows go on"
     assert all(failures.values()), failures
     # verifiers asks a server again and again, until the time is over.
-    assert {one: failures[one] for one in (*servers, "sleeps")} == dict.fromkeys((*servers, "sleeps"), "timeout")
+    assert failures["hang"] == failures["floods"] == failures["sleeps"] == "timeout"
+    assert failures["half"] == failures["nonsense"] == "RuntimeError"
     assert failures["nan"] == failures["infinite"] == "TypeError"
     assert all(len(trajectory.detail) < 2000 for trajectory in played)
 
