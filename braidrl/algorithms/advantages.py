@@ -147,7 +147,9 @@ def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = N
 
 
 def subset_share(part: Tensor, total: Tensor, size: int) -> Tensor:
-    """Return C(part, size)/C(total, size), (K,) float64: the share of the subsets of `size` that lie within `part`."""
+    """Return C(part, size)/C(total, size), (K,) float64: the share of the subsets of `size` that are contained in
+    `part`.
+    """
     share = torch.ones_like(total)
     for taken in range(size):
         share = share * (part - taken).clamp(min=0) / (total - taken).clamp(min=1)

@@ -24,7 +24,7 @@ def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
 
 @aggregations.register("token-mean")
 def token_mean(offsets: Tensor) -> Tensor:
-    """Return 1 for every token; the denominator is all tokens: long rows weigh more.
+    """Return 1 for every token; the denominator is all tokens, so long rows have more weight.
 
     DAPO, arXiv 2503.14476, equation 12.
     """
@@ -33,7 +33,10 @@ def token_mean(offsets: Tensor) -> Tensor:
 
 @aggregations.register("seq-mean-token-mean", denominator="rows")
 def seq_mean_token_mean(offsets: Tensor) -> Tensor:
-    """Return 1/|o_i|; the denominator is rows: every row weighs the same. GRPO, arXiv 2402.03300, equation 3."""
+    """Return 1/|o_i|; the denominator is rows: every row has the same weight.
+
+    GRPO, arXiv 2402.03300, equation 3.
+    """
     return per_token(offsets, 1 / offsets.diff().clamp(min=1).double())
 
 

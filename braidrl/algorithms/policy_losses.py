@@ -169,8 +169,9 @@ def ptx(log_probs: Tensor) -> tuple[Tensor, Metrics]:
 
 @losses.register()
 def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metrics]:
-    """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv
-    2306.13649.
+    """Return −sg(log π_teacher − log π)·log π on tokens sampled from π; its gradient is that of the reverse KL.
+
+    arXiv 2306.13649.
     """
     gap = (ref_log_probs - log_probs).detach()
     return -gap * log_probs, {"kl_teacher": -gap}
@@ -180,7 +181,7 @@ def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metr
 def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> tuple[Tensor, Metrics]:
     """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
-    PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
+    PPO as in its authors' implementation, arXiv 1707.06347. The metrics include the moments for explained variance.
     """
     loss = (values - returns) ** 2
     clipped = torch.zeros_like(returns)

@@ -37,8 +37,8 @@ def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
 
 
 def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
-    """Return the shares of groups whose rewards are equal and give no gradient: all of them, those with only right and
-    with only wrong answers.
+    """Return the shares of groups whose rewards are equal, and which therefore give no gradient: in total, all right,
+    and all wrong.
     """
     groups = Groups(group)
     right, size, equal = groups.sums((correct > 0).long()), groups.sizes, ~groups.varies(reward)
@@ -79,7 +79,7 @@ def reflection_counts(responses: Sequence[str], phrases: Sequence[str]) -> Tenso
 
 
 def repeats_itself(tokens: Tensor, window: int) -> bool:
-    """Return whether the last `window` of tokens (T,) repeat one phrase at least four times (repeat detection of Kimi
+    """Return True if the last `window` tokens of (T,) repeat one phrase at least four times (repeat detection of Kimi
     k1.5).
     """
     last = tokens[-window:]

@@ -90,9 +90,8 @@ class Ragged:
         return Ragged(values, self.offsets)
 
     def take(self, rows: Tensor) -> "Ragged":
-        """Return the rows at these positions (K,) int64, in the given order; positions may repeat.
-
-        Consecutive rows are not copied.
+        """Return the rows at these positions (K,) int64, in this order; positions may repeat. Consecutive rows are not
+        copied.
         """
         if len(rows) and rows.device.type == "cpu" and bool((rows.diff() == 1).all()) and int(rows[0]) >= 0:
             first, end = int(rows[0]), int(rows[-1]) + 1
@@ -114,14 +113,14 @@ class Ragged:
 
     @staticmethod
     def cat(parts: "Sequence[Ragged]") -> "Ragged":
-        """Return the rows of all parts, one part after the other."""
+        """Concatenate the rows of all parts."""
         return Ragged.from_lengths(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
 
 def observation_mask(action_mask: Ragged, sequence_lengths: Ragged) -> Tensor:
-    """Return True at the observation tokens, (N,) bool: those that are no actions, after their sequence's first action.
+    """Return True at the observation tokens, (N,) bool: non-action tokens after the first action of their sequence.
 
-    What stands before it is a prompt, or a context whose actions an earlier sequence has.
+    Tokens before the first action are a prompt, or a context whose actions are in an earlier sequence.
     """
     acted = action_mask.values.to(torch.int64).cumsum(0)
     starts = offsets_of(sequence_lengths.values)[:-1]
@@ -134,7 +133,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.to(torch.int64).cumsum(0), (1, 0))
 
 
-# For SFT, reward models and DPO, whose responses are given and not sampled.
+# For SFT, reward models and DPO, whose responses come from the data.
 @responses.register(writes=["tokens", "action_mask", "sequence_lengths", "length", "action_tokens"])
 def join_response(
     prompt: Ragged, response: Ragged, response_mask: Ragged | None = None

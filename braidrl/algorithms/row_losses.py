@@ -17,7 +17,7 @@ from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surr
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, losses
 
-# The ratio is already a mean over the row; another aggregation would weigh the row by its length again.
+# The ratio is already a mean over the row; another aggregation would weight the row by its length again.
 ROWS = ("seq-mean-token-mean",)
 
 

@@ -50,7 +50,7 @@ def overlong_exclude(
 
 @shapes.register(writes=["response_log_prob"])
 def response_log_prob(old_log_probs: Ragged) -> Tensor:
-    """Return the sum of the log-probs of each row's action tokens, (B,) float64: the evaluation of given responses."""
+    """Return the sum of the log-probs of each row's action tokens, (B,) float64."""
     return old_log_probs.with_values(old_log_probs.values.double()).row_sums()
 
 
@@ -196,13 +196,13 @@ def kl_shaped(per_row: Tensor, kl: Ragged, factor: float) -> Ragged:
 
 
 def expected_points(rating: float) -> float:
-    """Return the share of points that a lead of so many Elo points promises, 1/(1 + 10^(−rating/400))."""
+    """Return the expected share of points for a lead in Elo points, 1/(1 + 10^(−rating/400))."""
     return 1 / (1 + 10 ** (-rating / 400))
 
 
 def game_sums(score: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the policy's points, 1 for a positive score and 1/2 for 0, and the number of rows in which it
-    has acted.
+    """Return the policy's points, 1 for a positive score and 1/2 for 0, and the number of rows with an action of the
+    policy.
     """
     played = (action_tokens > 0).double()
     if statistics_mask is not None:
@@ -212,8 +212,8 @@ def game_sums(score: Tensor, action_tokens: Tensor, statistics_mask: Tensor | No
 
 
 def next_rating(state: dict[str, float], totals: dict[str, float], *, gain: float = 200.0) -> dict[str, float]:
-    """Return rating + gain·(s − E), s the share of points in this batch and E the expected one; without a game the
-    rating stays.
+    """Return rating + gain·(s − E) for the share of points s in this batch and its expectation E; without games the
+    rating is unchanged.
     """
     if not totals["games"]:
         return dict(state)

@@ -1,4 +1,4 @@
-"""An algorithm as a list of stages. Everything else (edges, order, what travels) follows from the columns they name."""
+"""An algorithm as a list of stages. Everything else (edges, order, what moves) follows from the columns they name."""
 
 from braidrl.flow.families import advantage, correction, data, kl, loss, select, shape
 from braidrl.flow.flow import Flow

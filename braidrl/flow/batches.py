@@ -43,7 +43,7 @@ class Sizes:
     means all.
     """
     partial_rollout: bool = False
-    """Whether rows may be suspended in one batch and resumed in the next (partial rollout)."""
+    """True if rows may be suspended in one batch and resumed in the next (partial rollout)."""
 
     @property
     def ahead(self) -> int:
@@ -147,7 +147,7 @@ def trained_on(iteration: int) -> int:
 
 
 def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
-    """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`.
+    """Return True if prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`.
 
     A row that starts now has tokens of this version or later ones, even if the engine loads weights in between.
     """
@@ -173,8 +173,9 @@ def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int,
 
 @dataclass
 class TrainingBatch:
-    """A batch under `streaming`, in the process that decides: its groups join as they become known, and trainers step
-    as rows arrive.
+    """A batch under `streaming`, in the process that schedules it.
+
+    Groups join as they become known, and trainers step as rows arrive.
     """
 
     iteration: int

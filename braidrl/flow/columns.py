@@ -34,7 +34,7 @@ Inputs = dict[str, tuple[ColumnVersion, ...]]
 
 
 def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return the stages in list order, except for moves that `after` requires, each with a name of its own.
+    """Return the stages in list order, except for moves that `after` requires, with unique names.
 
     The second and later stages with the same default name are numbered: `critic.update`, `critic.update_2`. Raises
     UserError for two stages with the same `id`, an unknown name in `after`, or a cycle.

@@ -44,7 +44,7 @@ def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = Non
 def checked(stage: Stage, columns: Mapping[str, Column], size: int) -> dict[str, Column]:
     """Return the columns of a user's function or method.
 
-    Raises UserError unless they are those it writes, each of `size` rows.
+    Raises UserError unless they are the columns that it declares, each with `size` rows.
     """
     if set(columns) != set(stage.writes):
         raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
@@ -66,7 +66,7 @@ def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
 
 
 def named_settings(stage: Stage, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the settings of a stage that a function takes by keyword."""
+    """Return the settings that a stage's function takes by keyword."""
     parameters = inspect.signature(function).parameters
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in stage.settings.items() if every or name in parameters}
@@ -100,8 +100,8 @@ def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:
-    """Return the rows with a namespace's columns in place of the first response's; columns that all trajectories share
-    stay.
+    """Return the rows with a namespace's columns in place of those of the first response; columns shared by all
+    trajectories stay.
     """
     if namespace is None:
         return rows

@@ -1,7 +1,7 @@
 """Registered functions as attributes: `advantage.gae(gamma=1.0)` makes a stage, `loss.clip(low=0.2)` a parameter of an
 update.
 
-`families.pyi` beside this file has their signatures for editors and type checkers; `docs/write_families.py` writes it
+`families.pyi` in this folder has their signatures for editors and type checkers; `docs/write_families.py` writes it
 from the registries.
 """
 

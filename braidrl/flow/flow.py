@@ -37,9 +37,8 @@ class Flow:
 
         The stages are in any order that their columns and `after` allow. A `log_probs` stage is inserted if an update
         has `old: recompute` and no stage writes the log-probs of its role; a `generate` stage writes the columns per
-        token that later stages read. Raises UserError if a column has no writer
-        or two independent writers, stages wait for each other, or a stage trains or changes its state before a
-        `select`.
+        token that later stages read. Raises UserError if a column has no writer or two independent writers, stages
+        depend on each other in a cycle, or a stage trains or changes its state before a `select`.
         """
         self.name = name
         for stage in stages:
@@ -208,8 +207,8 @@ def policies_of(stage: Stage) -> tuple[str, ...]:
 
 
 def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """Return, for each stage, the stages that must process a row first: writers of its columns, `after`, and earlier
-    selects.
+    """Return, for each stage, the stages that must process a row before it: writers of its columns, `after`, and
+    earlier selects.
     """
     waits: dict[str, tuple[str, ...]] = {}
     selects: list[str] = []

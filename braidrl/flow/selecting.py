@@ -113,7 +113,7 @@ class GroupSelector:
             del self.waiting[group]
 
     def next_wave(self) -> int:
-        """Return the number of groups to admit now: 0 while some are undecided or if enough are kept.
+        """Return the number of groups to admit now: 0 while some are undecided, or if enough are kept.
 
         The first wave has the missing number of groups times `over_sampling`. Later waves have the number expected from
         the share kept so far, at most a batch.
@@ -192,8 +192,8 @@ class GroupSelector:
             raise ValueError(f"group {min(others)} is not awaited: it was decided before, or never admitted")
         self.verdicts.update(verdicts)
         self.pending = [group for group in self.pending if group not in verdicts]
-        # Dropped groups are counted in the order of their numbers, so that the end of a hopeless run does not depend on
-        # arrival.
+        # Dropped groups are counted in the order of their numbers, so that the step at which a run without usable
+        # groups ends does not depend on arrival.
         groups = self.batch()
         end = min(self.pending, default=self.admitted + 1)
         if groups is not None and self.surplus == "drop":
@@ -234,7 +234,7 @@ class GroupSelector:
         return tuple(kept[: self.target])
 
     def is_complete(self) -> bool:
-        """Return whether the batch can be finished: it is known, its waves are admitted, and surplus to keep is
+        """Return True if the batch can be finished: it is known, its waves are admitted, and surplus to keep is
         decided.
         """
         end, numbers = self._waves()
@@ -288,7 +288,7 @@ class GroupSelector:
         )
 
     def settled(self, keeps_rows: bool = False) -> "GroupSelector":
-        """Return the state between two batches without the groups admitted ahead: their numbers are admitted again.
+        """Return the state between two batches without the groups admitted ahead, whose numbers are admitted again.
 
         With `keeps_rows` these groups and unfinished ones stay pending, with the columns that their rows have.
         """

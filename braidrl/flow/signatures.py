@@ -44,7 +44,7 @@ PLAYED = (
     "observation_tokens",
     *TURNS,
 )
-# Columns of a row that its trajectories share: a stage reads them as they are, whatever its namespace.
+# Columns that all trajectories of a row share: a stage reads them without a namespace.
 SHARED = ("source", "group", "sample", "metadata", "prompt", "prompt_length", "response", "response_mask", "ptx_tokens")
 # Number of reflection phrases in a response.
 COUNTED = ("reflections",)
@@ -260,9 +260,9 @@ def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> d
 
 
 def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> Entry:
-    """Return the registered function for a name, or a mapping with it.
+    """Return the registered function for a name, or for a mapping with a name.
 
-    Raises UserError for an unknown name, setting or missing `coef`.
+    Raises UserError for an unknown name, an unknown setting, or a missing `coef`.
     """
     location = f"{role}.update: {parameter}"
     settings = {"name": choice} if isinstance(choice, str) else choice
@@ -309,15 +309,15 @@ def read_in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[st
 
 
 def namespaces_of(params: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Return the namespaces that a generate stage with these parameters writes: its own and those of its further
-    policies.
+    """Return the namespaces that a generate stage with these parameters writes: `into`, and one for each further
+    policy.
     """
     return (params.get("into"), *params.get("policies", ()))
 
 
 def check_policies(role: str, params: Mapping[str, Any]) -> None:
-    """Raise UserError for further policies of a generate stage that has no environment, or for a name that is no role
-    of their own.
+    """Raise UserError for further policies of a generate stage without an environment, or for a name that is not
+    another role.
     """
     policies = params.get("policies", [])
     if policies and ("environment" not in params or "into" in params):

@@ -80,7 +80,10 @@ def make_stage(
 
 
 def plain(type: str, value: Any) -> Any:
-    """Return a deep copy of a plain value, as YAML would load it. Raises UserError for any other object."""
+    """Return a deep copy of a plain value, as YAML would load it.
+
+    Raises UserError for any other object.
+    """
     if isinstance(value, Mapping):
         return {str(name): plain(type, item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -93,7 +96,7 @@ def plain(type: str, value: Any) -> Any:
 
 
 def with_params(stage: Stage, params: Mapping[str, Any]) -> Stage:
-    """Return the stage with these parameters in addition, or in place of its own."""
+    """Return the stage with these parameters added or replaced."""
     params = {**stage.params, **params}
     changed = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
     return replace(changed, name=stage.name)

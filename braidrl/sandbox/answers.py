@@ -1,4 +1,4 @@
-"""Answers of untrusted code as plain, bounded data, and its texts without control characters."""
+"""Bounded answers of untrusted code as plain data, and its texts without control characters."""
 
 import re
 from collections.abc import Callable, Coroutine
@@ -18,7 +18,7 @@ DETAIL_LENGTH = 600
 def checked_answer(line: bytes | bytearray) -> Message:
     """Parse a line of JSON, an answer or a failure.
 
-    Anything else is a failure: no object, nested too deep, a number that is not finite.
+    A line that is not an object, is nested too deeply, or has a number that is not finite becomes a failure.
     """
     from braidrl.parsing import parse_json  # here: only the run needs it, not the processes of the code
 

@@ -61,7 +61,7 @@ NOT_WAITED_FOR: Message = {"failure": "died", "detail": "its answer is not waite
 
 
 def socket_buffers() -> int:
-    """Return the size of a socket's buffers, of which no namespace but the machine's knows the setting."""
+    """Return the size of a socket's buffers in bytes; the setting is readable only in the initial network namespace."""
     try:
         with open("/proc/sys/net/core/rmem_default") as received, open("/proc/sys/net/core/wmem_default") as sent:
             return int(received.read()) + int(sent.read())
@@ -71,25 +71,26 @@ def socket_buffers() -> int:
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """The limits of untrusted code, and its own folders."""
+    """The limits of untrusted code, and its private folders."""
 
     seconds: float
     cpu_seconds: float
-    """Processor time of each of its processes."""
+    """Processor time of each process."""
     memory_bytes: int
-    """Address space of each process, and memory of all together, including shared memory and files in its own folders.
+    """Address space of each process, and memory of all processes together, including shared memory and files in private
+    folders.
     """
     processes: int
-    """Maximum number of processes at a time; of threads `THREADS` times as many."""
+    """Maximum number of concurrent processes; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
     fresh: Sequence[str] = ()
-    """Folders of which each call has its own; without any there are no namespaces, and so no sandbox."""
+    """Folders that each call gets empty and private; without any there are no namespaces, and so no sandbox."""
     kept: Sequence[str] = ()
     """Paths below them that stay visible."""
     socket_bytes: int = field(default_factory=socket_buffers)
     """Size of a socket's buffers, which count as memory."""
     network: bool = True
-    """Whether it shares its host's network; otherwise it has its own with only loopback."""
+    """True if it shares its host's network; otherwise it has a private one with only loopback."""
 
 
 @dataclass(eq=False)
@@ -102,7 +103,7 @@ class SandboxedCopy:
     session: socket.socket
     printed: int
     confined: bool = False
-    """Whether it is in its namespaces. It runs none of the code before."""
+    """True once it is in its namespaces. It runs no untrusted code before."""
     listeners: list[int] = field(default_factory=list)
     """The descriptor of its pending starts, if the kernel supports it."""
     failure: Message = field(default_factory=dict)
@@ -143,7 +144,7 @@ class SandboxedCopies:
             self.poll.unregister(descriptor)
 
     def watch_once(self, most_s: float | None = None) -> set[int]:
-        """Wait for an event or a due look, handle all that are there, and return their descriptors."""
+        """Wait for an event or the next check, handle all pending events, and return their descriptors."""
         running = [copy for copy in self.copies.values() if copy.confined and not copy.failure]
         for copy in running:
             if copy.next_look <= (started := time.monotonic()):
@@ -189,8 +190,8 @@ class SandboxedCopies:
         self._watch(session.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
 
     def _confine(self, session: socket.socket, printed: int) -> None:
-        """Keep only the session and files that the code opened at import, and set limits; both hold for what this copy
-        starts too.
+        """Keep only the session and files that the code opened at import, and set limits; processes that this copy
+        starts inherit both.
         """
         os.setsid()
         for stream in (1, 2):
@@ -232,7 +233,7 @@ class SandboxedCopies:
             self._watch(listener, select.POLLIN, lambda events: self._on_start(copy, events))
 
     def _on_start(self, copy: SandboxedCopy, events: int) -> None:
-        """Allow the copy's next start, or kill it if it then exceeds a limit."""
+        """Allow the copy's next start; kill the copy if it then exceeds a limit."""
         listener = copy.listeners[0]
         if not events & select.POLLIN:  # no process is left
             self._forget(listener)
@@ -243,8 +244,8 @@ class SandboxedCopies:
                 allow(listener, start)
 
     def _kill(self, copy: SandboxedCopy, failure: Message) -> None:
-        """Kill a copy and, with its namespace's first process, all that it started; pending and later starts are
-        refused.
+        """Kill a copy and, through the first process of its namespace, all its descendants; pending and later starts
+        are refused.
         """
         copy.failure = copy.failure or failure
         self._forget(copy.session.fileno())
@@ -257,7 +258,7 @@ class SandboxedCopies:
             os.close(copy.listeners.pop())
 
     def _on_end(self, number: int) -> None:
-        """Tell the run why the copy ended, if it still listens, and show what the copy printed."""
+        """Report to the run why the copy ended, if the run still listens, and print the copy's output."""
         copy = self.copies.pop(number)
         self._kill(copy, {})
         _, status, usage = os.wait4(copy.process, 0)
@@ -278,7 +279,7 @@ class SandboxedCopies:
         os.close(copy.printed)
 
     def _excess(self, copy: SandboxedCopy, start: Start | None) -> str:
-        """Return the limit that a copy's processes exceed, with a pending start; an empty text if none."""
+        """Return the limit that a copy's processes, with a pending start, exceed; an empty text if none."""
         limits, root = self.limits, f"/proc/{copy.process}/root"
         try:
             processes = [name for name in os.listdir(f"{root}/proc") if name.isdecimal()]
@@ -292,7 +293,7 @@ class SandboxedCopies:
                 threads += os.stat(f"{root}/proc/{process}/task").st_nlink - 2  # subfolders, one per thread
         if threads > THREADS * limits.processes:
             return f"it started more than {THREADS * limits.processes} threads"
-        if start is not None:  # its memory is seen at the next look
+        if start is not None:  # its memory is measured at the next check
             return ""
         private = mapped = 0
         for process in processes:
@@ -318,7 +319,9 @@ class SandboxedCopies:
 
 
 def enter_namespaces(limits: SandboxLimits) -> None:
-    """Enter this copy's own namespaces, mount its own empty folders and processes there, and drop all capabilities."""
+    """Enter new namespaces for this copy, mount its empty folders and its processes there, and drop all
+    capabilities.
+    """
     checked(LIBC.unshare(NEW_MOUNTS | NEW_IPC | (0 if limits.network else NEW_NETWORK)))
     checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
     kept = [(folder, os.open(folder, os.O_PATH)) for folder in limits.kept]
@@ -331,7 +334,7 @@ def enter_namespaces(limits: SandboxLimits) -> None:
             os.makedirs(folder, exist_ok=True)
             checked(LIBC.mount(source.encode(), folder.encode(), None, MS_BIND | MS_RECURSIVE, None))
         else:
-            # A file of code lies in memory and has no name any more, so it cannot be mounted: the call gets a copy.
+            # A file of code is in memory without a name, so it cannot be mounted: the call gets a copy.
             os.makedirs(os.path.dirname(folder), exist_ok=True)
             with open(source, "rb") as kept_file, open(folder, "wb") as copy:
                 copy.write(kept_file.read())
@@ -349,7 +352,7 @@ def shared_memory(maps: list[str]) -> int | None:
     """Return the bytes of all anonymous shared mappings in these lists of mappings, each counted once; None for lists
     too long to read.
 
-    They count by size: pages that an ended process touched stay allocated, but appear in no resident count.
+    Mappings count by size: pages touched by an ended process stay allocated, but appear in no resident count.
     """
     sizes, count = dict[str, int](), 0
     for path in maps:
@@ -365,7 +368,7 @@ def shared_memory(maps: list[str]) -> int | None:
 
 
 def buffered(processes: list[str]) -> tuple[int, int]:
-    """Return the number of sockets of processes, with connections to their UNIX sockets that nothing has accepted, and
+    """Return the number of sockets of processes, including connections that their UNIX sockets have not accepted, and
     the number of their pipes.
     """
     links, waiting = set[str](), 0

@@ -96,9 +96,9 @@ def hold_back_starts() -> list[int]:
     """Make the kernel ask before this process or its children start anything; return the descriptor of these requests.
 
     The list is empty if the kernel does not support this (before Linux 5.5, or on a processor not listed here). It
-    cannot be undone. The descriptor must not stay here: its owner can allow starts.
+    cannot be undone. This process must not keep the descriptor: with it, untrusted code could allow starts.
 
-    `clone3` is blocked: its flags lie in memory, where another thread may change them. Every C library then calls
+    `clone3` is blocked: its flags are in memory, where another thread may change them. Every C library then calls
     `clone`.
     """
     kind = ARCHITECTURES.get(platform.machine())
@@ -133,7 +133,7 @@ def hold_back_starts() -> list[int]:
 
 
 def next_start(listener: int) -> Start | None:
-    """Return a pending start; None if its process has ended meanwhile."""
+    """Return a pending start; None if its process has ended in the meantime."""
     request = bytearray(REQUEST.size)
     try:
         fcntl.ioctl(listener, RECEIVE, request)

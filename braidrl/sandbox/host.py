@@ -33,7 +33,7 @@ ORPHAN_GRACE_S = 3.0
 
 
 def main(descriptor: int) -> None:
-    """Serve the connection at a file descriptor until its other end is gone."""
+    """Serve the connection at a file descriptor until the other end closes."""
     os.set_inheritable(descriptor, False)
     # A stopped process continues, and so can end, when anything arrives, including the run's end.
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
@@ -52,7 +52,7 @@ def main(descriptor: int) -> None:
 
 
 def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxLimits | None) -> None:
-    """Execute the run's requests, one after the other, except that copies work on their own."""
+    """Execute the run's requests one after the other; copies run concurrently."""
 
     def serve_copy(end: socket.socket) -> None:
         os.register_at_fork(after_in_child=partial(cut_off, end.fileno()))
@@ -62,7 +62,7 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
     copies = SandboxedCopies(run, serve_copy, limits) if limits else None
     while True:
         while copies and run.fileno() not in copies.watch_once():
-            continue  # until the run asks for something, or is gone
+            continue  # until a request, or the end of the run
         request, ends, _, _ = socket.recv_fds(run, 1, 1)
         for end in ends:
             # Programs that the code starts must not inherit its end of a session: they could answer in its place.
@@ -84,7 +84,7 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
 
 
 def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = None) -> None:
-    """Answer each request, also with an exception.
+    """Answer each request; an exception is an answer too.
 
     If an answer takes longer than `seconds`, the kernel ends this process.
     """
@@ -111,7 +111,7 @@ def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = Non
 
 
 def cut_off(descriptor: int) -> None:
-    """Replace a descriptor in a process that the code has forked: only the code itself answers."""
+    """Replace a descriptor in processes that the code forks, so that only the code's first process answers."""
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, descriptor, inheritable=False)
@@ -121,16 +121,16 @@ def cut_off(descriptor: int) -> None:
 def raised() -> tuple[type[BaseException], ...]:
     """Return the exceptions of the code that do not end its process; call it after an exception.
 
-    asyncio's CancelledError is included only if the code imported asyncio, which takes long for processes that live for
-    a moment.
+    asyncio's CancelledError is included only if the code imported asyncio, whose import is slow for short-lived
+    processes.
     """
     asyncio = sys.modules.get("asyncio")
     return (Exception, SystemExit, *([asyncio.CancelledError] if asyncio else []))
 
 
 def failure_of(error: BaseException) -> Message:
-    """Return an exception as a failure: its type, its text, and its location in the code; of a group its first
-    exception.
+    """Return an exception as a failure: its type, its text, and its location in the code. An exception group gives its
+    first exception.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -63,10 +63,10 @@ KILLED = tuple(
 
 
 class HostSession:
-    """A connection to the process of one call or trajectory, with one request at a time."""
+    """A connection to the process of one call or trajectory, with one request in flight."""
 
     def __init__(self, host: "CodeHost") -> None:
-        """Open a session with a copy of the host, or without a sandbox with the host itself."""
+        """Open a session with a copy of the host, or without a sandbox with the host process."""
         self._end = host.connect(APART if host.isolated else HERE)
         self._end.setblocking(False)
         self._host, self._process = host, host.process
@@ -150,17 +150,17 @@ class HostedCode:
     python: Path | None = None
     """The interpreter; None for this one."""
     seconds: float = 0.0
-    """The time for one answer."""
+    """Time limit of an answer, in seconds."""
     answers: int = 1
-    """The most answers of a session."""
+    """Maximum number of answers of a session."""
     answer_bytes: int = 1 << 16
-    """The most bytes of an answer."""
+    """Maximum size of an answer, in bytes."""
     file: Path | None = None
     """The user's code."""
     agent: bool = False
-    """Whether it calls an endpoint over the host's network."""
+    """True if it calls an endpoint over the host's network."""
     trusted: bool = False
-    """Whether it is Braid's own code, which needs no sandbox."""
+    """True if it is Braid's own code, which needs no sandbox."""
 
 
 class CodeHost:
@@ -178,7 +178,7 @@ class CodeHost:
         )
         self.python = shutil.which(hosted.python or sys.executable)
         if self.python is None:
-            raise UserError(f"{key}.python: {hosted.python} is no interpreter that can be run")
+            raise UserError(f"{key}.python: {hosted.python} is not an interpreter that can be run")
         check_walls(key, settings)
         self.code = CodeFiles.beside(hosted.file) if self.isolated else CodeFiles()
         self.loaded, self.sessions = set[Any](), set[HostSession]()
@@ -224,9 +224,9 @@ class CodeHost:
         return process
 
     def load(self, argument: Any) -> Message:
-        """Make the process import code, once, and wait; start it if it does not run.
+        """Make the process import the code once, and wait; start the process if it is not running.
 
-        Return a failure, or an empty message.
+        Returns a failure, or an empty message.
         """
         with self._loading:
             if self.has_loaded(argument):
@@ -257,11 +257,11 @@ class CodeHost:
             return {}
 
     def has_loaded(self, argument: Any) -> bool:
-        """Return whether the process runs and has imported the code."""
+        """Return True if the process runs and has imported the code."""
         return argument in self.loaded and self.process is not None and self.process.alive
 
     def connect(self, kind: bytes) -> socket.socket:
-        """Give the process the end of a new socket, to be served in one of the ways of `host.py`, and return the other
+        """Give the process the end of a new socket, to be served in one of the modes of `host.py`, and return the other
         end.
         """
         ours, theirs = socket.socketpair()
@@ -288,15 +288,15 @@ class CodeHost:
                 yield line
 
     def kill(self, process: Spawned | None = None) -> None:
-        """Kill the process with all that it started, unless `process` is given and was replaced; the next `load` starts
-        another.
+        """Kill the process and its descendants, unless `process` is set and was replaced; the next `load` starts a new
+        one.
         """
         with self._lock:
             if self.process is not None and process in (None, self.process):
                 self.process.kill()
 
     def hang_up(self) -> None:
-        """Make the process end its copies, show what they printed, and end."""
+        """Make the process end its copies, print their output, and exit."""
         with self._lock:
             self._closed = True
             if self.process is not None:
@@ -311,7 +311,7 @@ class CodeHost:
             self.process = None
 
     def close(self) -> None:
-        """End the process and its sessions for good, and forget its code."""
+        """End the process and its sessions permanently, and forget its code."""
         for session in list(self.sessions):
             session.close()
         self.hang_up()

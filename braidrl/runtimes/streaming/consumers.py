@@ -60,7 +60,7 @@ class RowState(IntEnum):
 
 
 class Bucket(NamedTuple):
-    """The table of a task that has a row: rows of one batch in one state."""
+    """The key of a row's table within a task: rows of one batch in one state."""
 
     iteration: int
     state: RowState
@@ -89,7 +89,7 @@ class Consumer:
     """The consumers and verdict stages that must process a row first."""
 
     def due(self, iteration: int) -> list[Stage]:
-        """Return its stages that run in an iteration; in iteration 0, an evaluation before the first, those of the
+        """Return its stages that run in an iteration; iteration 0, an evaluation before the first, counts as the
         first.
         """
         return [stage for stage in self.stages if stage.when.includes(max(iteration, 1))]
@@ -150,8 +150,8 @@ class Consumers:
         return iter(self.by_name.values())
 
     def before(self, name: str) -> list[str]:
-        """Return the writers of a row when it is ready for a consumer or verdict stage: admission, then in the flow's
-        order.
+        """Return the writers of a row that is ready for a consumer or verdict stage: admission, then writers in the
+        flow's order.
         """
         earlier, open_names = {ADMISSION}, [name]
         while open_names:
@@ -185,7 +185,7 @@ class Consumers:
             needed[role] = self._needed(updates, role)
         if not needed:
             return {}
-        # Computations and own inference that no update needs are for the record.
+        # Computations, and inference of trained roles, that no update needs are only recorded.
         assigned = {name for stages in needed.values() for name in stages}
         for stage in flow.stages:
             if stage.name not in assigned and self._home[stage.name] is None:
@@ -209,8 +209,8 @@ class Consumers:
         return needed
 
     def _needed(self, names: Iterable[str], role: str | None = None) -> list[str]:
-        """Return these stages and all stages that they wait for, in the flow's order; with `role` only those run with
-        its updates.
+        """Return these stages and all their transitive dependencies, in the flow's order; with `role` only those run
+        with its updates.
         """
         needed, open_names = set[str](), list(names)
         while open_names:
@@ -247,7 +247,7 @@ class TrainingProgress:
     """The batches in training: the steps that may be made, and the weights that are due for publication."""
 
     def __init__(self, consumers: Consumers, tasks: Tasks) -> None:
-        """Begin without batches; `tasks` say which rows the consumers have done."""
+        """Start without batches; `tasks` record which rows the consumers have completed."""
         self.flow, self.consumers, self.tasks = consumers.flow, consumers, tasks
         self.weights_wait = weights_wait_for(self.flow)
         self.batches: dict[int, TrainingBatch] = {}
@@ -265,10 +265,10 @@ class TrainingProgress:
         return self.batches.pop(self.published)
 
     def may_step(self, stage: Stage) -> bool:
-        """Return True if a trainer may make its next step: other workers are done with the weights that it uses or
+        """Return True if a trainer may make its next step: no other worker still needs the weights that it uses or
         changes.
 
-        The trainer itself waits for the rows of the step, and for its own stages.
+        The trainer itself waits for the rows of the step, and for earlier stages on it.
         """
         batch = self.coming
         if batch is None or not stage.when.includes(batch.iteration) or self._is_made(stage, batch):
@@ -282,7 +282,7 @@ class TrainingProgress:
         self.batches[self.published + 1].made[stage] += 1
 
     def train_again(self) -> None:
-        """Forget the training towards the next version; its trainers' leases have been released."""
+        """Reset training towards the next version; its trainers' leases have been released."""
         if (batch := self.coming) is not None:
             batch.made.clear()
             for consumer in self.consumers.trainers:
@@ -312,14 +312,14 @@ class TrainingProgress:
         return batch.is_known and all(self._is_done(name, batch) for name in self.consumers.recorded)
 
     def is_through(self, stage: str, batch: TrainingBatch) -> bool:
-        """Return True if a stage has done, or skips, all rows of a batch."""
+        """Return True if a stage has completed, or skips, all rows of a batch."""
         declared = self.flow[stage]
         if declared.kind is Kind.TRAIN:
             return not declared.when.includes(batch.iteration) or self._is_made(declared, batch)
         return batch.is_known and self._is_done(self.consumers.of_stage[stage], batch)
 
     def rows_trained(self) -> tuple[int, int]:
-        """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their
+        """Return the number of rows that the next batch's updates have trained, over all roles and epochs, and their
         total.
         """
         if (batch := self.coming) is None:
@@ -336,7 +336,7 @@ class TrainingProgress:
         return batch.made[stage.name] >= (batch.steps if is_optimized(stage) else 1)
 
     def _is_done(self, name: str, batch: TrainingBatch) -> bool:
-        """Return True if a consumer is done with all rows of a batch."""
+        """Return True if a consumer has completed all rows of a batch."""
         undone = self.tasks[name].undone
         joined = RowState.IN_BATCH, RowState.IN_BATCH_NEEDS_OWN_VERSION
         return not any(undone[Bucket(batch.iteration, state)] for state in joined)

@@ -59,7 +59,7 @@ class WorkerHolder(Holder):
     group: str = ""
     orders: deque[tuple[Order, Sequence[Frame]]] = field(default_factory=deque)
     dropped: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Rows, by lease and positions, that selection has dropped and that the worker does not know to be."""
+    """Rows, by lease and positions, that selection has dropped and of which the worker has not been notified."""
 
 
 @dataclass
@@ -67,13 +67,13 @@ class OrderResult:
     """The result of an order."""
 
     rows: StoredRows | None = None
-    """Made rows."""
+    """The rows that an order made."""
     trouble: str = ""
-    """Why a file could not be written."""
+    """The error of a failed write."""
 
 
 class ControlPlane(QueueController):
-    """All streams of a run: the training flow's, and an evaluation's while it runs."""
+    """All streams of a run: the training flow's stream and, during an evaluation, the evaluation's."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class ControlPlane(QueueController):
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
         self.gone: set[str] = set()
-        """Workers that were dead or have left: their late messages do not bring them back."""
+        """Workers that died or left: late messages do not register them again."""
         self.deaths = RowDeaths()
         """The rows of each consumer with which workers have ended; an engine gets suspects alone."""
         self.weights, self.activity = Versions(exported), Activity()
         self.copies: dict[str, Copy] = {}
-        """The source weights of a due train stage's update without a loss."""
+        """The source weights of due updates without a loss, by train stage."""
         self.forgotten: list[WeightLocation] = []
-        """Outdated weights that may be read until every engine has loaded others."""
+        """Outdated weights that engines may still read until each has loaded newer ones."""
         self.outdated: list[int] = []
         """Versions that trainers may free with their next step."""
         self.weights_sent = 0
@@ -117,13 +117,13 @@ class ControlPlane(QueueController):
         self.stepping: set[str] = set()
         """Train stages with a step in progress."""
         self.unloaded: frozenset[str] = frozenset()
-        """Groups that get no rows until they have loaded a checkpoint, or have gone back to the published version."""
+        """Groups that get no rows until they have loaded a checkpoint or returned to the published version."""
         self.first_tasks: dict[str, Task] = {}
         """Tasks of workers that have not registered yet, before all other work."""
         self.first_orders: dict[int, str] = {}
         """The groups that are ready for rows after these orders."""
         self.lost_state = ""
-        """Why trainers could not go back to the published version; empty if they could."""
+        """Why trainers could not return to the published version; empty if they could."""
         self.refused: UserError | WorkerError | None = None
         """The user's error that ends the run: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
@@ -142,12 +142,12 @@ class ControlPlane(QueueController):
     # Requests
 
     def handle(self, request: QueueRequest, frames: Sequence[Frame], again: bool = False) -> Answer | None:
-        """Answer one request, or keep its sender waiting.
+        """Answer one request, or defer the answer.
 
         An error of the user, rather than of a worker, ends the run.
         """
         if isinstance(request, OF_LEADERS) and request.holder not in self.holders:
-            # The last messages of a replaced trainer.
+            # Late messages of a replaced trainer.
             if isinstance(request, NewWeights | WeightsGiven):
                 free([request.location])
             return NOTHING
@@ -160,7 +160,7 @@ class ControlPlane(QueueController):
             raise
 
     def respond(self, request: WorkerRequest, frames: Sequence[Frame]) -> Answer | None:
-        """Answer one request, or keep its sender waiting."""
+        """Answer one request, or defer the answer."""
         match request:
             case TakeWork():
                 return self._take(request)
@@ -180,7 +180,7 @@ class ControlPlane(QueueController):
                 self._given(request)
             case NewWeights():
                 locations = self.weights.known[request.role]
-                # Ranks that meet anew publish again what lost ones held; engines may still read the earlier location.
+                # Regrouped ranks publish again what lost ranks held; engines may still read the earlier location.
                 self.forgotten += [locations.pop(request.version)] if request.version in locations else []
                 locations[request.version] = request.location
                 self.activity.updates.add(f"weights/{request.role}/write_seconds", request.seconds)
@@ -193,7 +193,7 @@ class ControlPlane(QueueController):
         return NOTHING
 
     def _register(self, request: Hello) -> None:
-        """Register a worker; an engine begins with the model's own weights."""
+        """Register a worker; an engine starts with the model's original weights."""
         name = request.holder
         if name in self.gone:
             return
@@ -211,7 +211,7 @@ class ControlPlane(QueueController):
                     lease.ended = max(lease.ended, rows)
 
     def _take(self, request: TakeWork) -> Answer | None:
-        """Return a worker's next piece of work, or keep it waiting for a change."""
+        """Return a worker's next piece of work, or defer the answer until a change."""
         holder = self.holders.get(request.holder)
         if holder is None or self.stopping:
             return Stop(), ()
@@ -223,13 +223,13 @@ class ControlPlane(QueueController):
         return None if work is lost and not lost.lost and not lost.dropped else (work, frames)
 
     def _next_work(self, holder: WorkerHolder, request: TakeWork) -> tuple[Lost, Sequence[Frame]] | None:
-        """Return an order, weights to receive or load, a step, or rows; None if a worker can do nothing now."""
+        """Return an order, weights to receive or load, a step, or rows; None if there is no work now."""
         if self.lost_state and holder.group in self.unloaded:
             return None  # it has no state that it could save
         if holder.orders:
             return holder.orders.popleft()
         version = self.loading.version_of(holder.name)
-        # No batch starts on the last version, which an evaluation at the end loads at once.
+        # No batch starts on the last version; only an evaluation at the end loads it.
         useful = min(self._loadable, self.training.schedule.sizes.iterations - 1)
         if (following := self.loading.receive_ahead(holder.name, useful)) is not None:
             return Receive(version=following, weights=self.weights.between(version or 0, following)), ()
@@ -269,7 +269,7 @@ class ControlPlane(QueueController):
         return Lost(lost=lost)
 
     def renew(self, request: Renew) -> Lost:
-        """Extend the leases of a slow worker that sends heartbeats, and name rows that selection has dropped."""
+        """Extend the leases of a worker that sends heartbeats, and name rows that selection has dropped."""
         answer, holder = super().renew(request), self.holders.get(request.holder)
         if holder is not None:
             answer.dropped, holder.dropped = holder.dropped, []
@@ -291,7 +291,7 @@ class ControlPlane(QueueController):
         if copy is not None and copy.giver == request.holder:
             copy.location = request.location
         else:
-            # Another worker was asked meanwhile.
+            # Another worker has replaced the giver.
             self._free([request.location])
 
     def _loaded(self, request: Loaded) -> None:
@@ -317,7 +317,7 @@ class ControlPlane(QueueController):
             return
         rows = None
         if request.payload is not None:
-            # Referenced at once: a dead worker's blocks are freed unless they are referenced here.
+            # Reference the blocks now: when a worker dies, its unreferenced blocks are freed.
             stored = StoredRows(decode([bytes(frame) for frame in frames]), list(request.payload))
             rows = self.held.hold_for(stored)
         self.results[request.number] = OrderResult(rows, request.trouble)
@@ -358,26 +358,26 @@ class ControlPlane(QueueController):
             return self.orders_given
 
     def fail(self, holder: str, died: bool = True) -> None:
-        """Release the leases of a worker that `died` or leaves, and free blocks that it wrote without a message."""
+        """Release the leases of a worker that `died` or leaves, and free blocks that it wrote and never reported."""
         with self.changed:
             self.gone.add(holder)
             gone = self.holders.pop(holder, None)
             self.first_tasks.pop(holder, None)
             self.loading.leave(holder)
-            # Another worker is asked for weights that it has not given.
+            # Weights that it has not written are requested from another worker.
             self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.location is not None}
             for stream in self.streams:
                 for lease in stream.tasks.leases.of(holder) if died else ():
                     rows, draws = stream.tasks.left(lease), lease.task in stream.consumers.generating
                     self.activity.left_out += len(self.deaths.record(lease.task, rows, isolates=draws))
                 stream.tasks.give_up(stream.tasks.leases.of(holder))
-            # A worker that never registered has written nothing.
+            # A worker that never registered has no blocks.
             if gone is not None:
                 referenced = {block.name for block in self.held.counts if block.address == gone.address}
                 self.data.abandon(gone.address, holder, referenced)
 
     def train_again(self, version: int) -> bool:
-        """Repeat the training towards the version after this one, with all rows as they are.
+        """Repeat the training towards the version after this one, with the same rows.
 
         Returns False, with nothing changed, if this is not the newest published version, or if weights that engines may
         still load were lost with the trainers.
@@ -396,7 +396,7 @@ class ControlPlane(QueueController):
     def continue_from_memory(self, leaders: Mapping[str, str]) -> None:
         """Let regrouped trainers return to the published version before any other work.
 
-        `leaders` are the names with which they are about to register, by role. Their groups get no rows until then.
+        `leaders` are the names under which they will register, by role. Their groups get no rows until then.
         """
         with self.changed:
             version = self.training.schedule.progress.published
@@ -407,8 +407,9 @@ class ControlPlane(QueueController):
             self.advance()
 
     def lacks_weights(self, role: str) -> bool:
-        """Return True if engines cannot load the role's part of the published version: its trainers were lost before
-        it was written, or hold it themselves.
+        """Return True if engines cannot load the role's part of the published version.
+
+        Its trainers were lost before it was written, or it is only in their memory.
         """
         version = self.training.schedule.progress.published
         location = self.weights.known[role].get(version) if role in self.exported else None
@@ -417,7 +418,7 @@ class ControlPlane(QueueController):
         return role in self.exported and version > self.loading.target and bool(self._updates_of(role, version))
 
     def begin_again(self, stream: Stream) -> None:
-        """Forget all rows and weights; engines wait for the weights of the checkpoint to be loaded."""
+        """Forget all rows and weights; engines wait for the checkpoint's weights."""
         with self.changed:
             # Late messages of workers must not name a lease of the new stream.
             stream.tasks.leases.numbers = self.training.tasks.leases.numbers
@@ -434,9 +435,9 @@ class ControlPlane(QueueController):
                 holder.orders.clear()
 
     def advance(self) -> None:
-        """Make all decisions possible now: verdicts, the end of selection, publications, and loading by engines.
+        """Make all decisions that are due: verdicts, the end of selection, publications, and loading by engines.
 
-        A user's function that fails ends the run.
+        An exception in a user's function ends the run.
         """
         for stream in self.streams:
             try:
@@ -462,7 +463,7 @@ class ControlPlane(QueueController):
         self.data.free(self.held.freed())
         self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
-        # Threads of this process wake for what they wait for, not for each report of rows.
+        # Wake this process's threads only for the changes that they wait for, not for each report of rows.
         noticed: list[object] = [
             len(self.finished),
             self.is_due,
@@ -502,8 +503,8 @@ class ControlPlane(QueueController):
         return stream.take(name, request, most, self.clock(), seconds, version, self.deaths)
 
     def _step(self, request: TakeWork) -> Step | Give | None:
-        """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither
-        is due.
+        """Return the step that a trainer may make, or an order to give its weights to another role; None if neither is
+        due.
         """
         schedule, flow, role = self.training.schedule, self.training.flow, request.role
         iteration = schedule.progress.published + 1
@@ -553,7 +554,7 @@ class ControlPlane(QueueController):
         return sum(tasks.leases.rows_of[holder] for tasks in self.queues)
 
     def seen_now(self) -> dict[str, float]:
-        """Return the rows on engines, the oldest version among them, and the workers of each group."""
+        """Return metrics: the rows on engines, the oldest version among them, and the workers of each group."""
         engines = self.loading.engines
         groups = Counter(holder.group for holder in self.holders.values() if holder.group != ROWS)
         return {

@@ -1,11 +1,5 @@
-"""The loop of a generation worker, for every engine: rows go to the engine as slots become free, and leave as they end.
-
-take ──a lease of rows──▶ engine ──▶ finished rows, episodes ──▶ checks, computations ──▶ columns, reported in a thread
-                             ▲
-                             └── new weights, all at once: between rows, or between two tokens of running rows
-
-One request to the queue is always pending, so that rows and weights arrive as soon as they are available. The loop
-shares the engine's event loop: an engine of this process steps in it, others answer in it.
+"""The loop of a generation worker, for every engine: rows go to the engine as slots become free, and leave as they
+finish.
 """
 
 import asyncio
@@ -108,7 +102,9 @@ class GenerateLoop:
             await self._end(list(self.flight))
 
     async def _next(self) -> WorkItem:
-        """Return the worker's next work from the queue; rows that end meanwhile are checked, written and reported."""
+        """Return the worker's next work from the queue; rows that finish in the meantime are checked, written and
+        reported.
+        """
         settings, consumers = self.context.settings, self.context.group.consumers
         request = TakeWork(consumers, settings.dispatch_rows, slots=self.own.load().slots, ended=self._ended_by_lease())
         answer = asyncio.ensure_future(asyncio.to_thread(self.client.take, request, settings.wait_s))
@@ -122,7 +118,7 @@ class GenerateLoop:
         return await answer
 
     def _ended_by_lease(self) -> list[tuple[int, int]]:
-        """Return the rows of each lease that have freed their slots; other rows are known to the queue when
+        """Return, by lease, the rows that have freed their slots; the queue learns of other rows when they are
         reported.
         """
         return [(number, lease.ended) for number, lease in self.leases.items() if lease.ended]
@@ -130,7 +126,7 @@ class GenerateLoop:
     def _gone(self, answer: Lost) -> list[Key]:
         """Return the running rows that this worker has lost.
 
-        A row that is being reported is left alone: the queue refuses its report.
+        Rows in a pending report are excluded: the queue refuses their report.
         """
         reported = {key for keys in self.reporting.values() for key in keys}
         gone = [key for key in self.flight if key[0] in answer.lost] if answer.lost else []
@@ -212,8 +208,8 @@ class GenerateLoop:
         self.news.set()
 
     def _deliver(self) -> None:
-        """Begin to check, write and report finished rows, while the engine continues; rows of lost leases are another
-        worker's.
+        """Start to check, write and report finished rows while the engine continues; rows of lost leases belong to
+        another worker.
         """
         for task in [task for task in self.reporting if task.done()]:
             del self.reporting[task]
@@ -324,23 +320,21 @@ class GenerateLoop:
     # Weights
 
     def _sources(self, weights: Sequence[Weights]) -> dict[str, tuple[WeightFile | OfferedWeights, int]]:
-        """Return the sources of the weights of an order that have changed and are for engines here, by role, and their
+        """Return the sources of the changed weights of an order for engines of this process, by role, and their
         bytes.
         """
         here = self.generation.engines
         return {role: (source_of(location), location.bytes) for role, _, location in weights if role in here}
 
     async def _receive(self, work: Receive) -> None:
-        """Begin to receive a version into host memory while the engine generates; a file of this machine is there
-        already.
-        """
+        """Start to receive a version into host memory while the engine generates; a local file needs no transfer."""
         await self._forget_ahead()
         rollout, version = self.context.executor.config.rollout, work.version
 
         def receive(source: OfferedWeights) -> WeightFile | None:
             with self.context.trace.busy(RECEIVE, version, version=version), suppress(RuntimeError):
                 return stored_weights(source.tensors())
-            # A sender was lost: the engine asks again when it loads.
+            # A sender was lost: the engine requests the weights again when it loads.
             return None
 
         for role, (source, _) in self._sources(work.weights).items():
@@ -353,7 +347,7 @@ class GenerateLoop:
             await self._received(role, None)
 
     async def _received(self, role: str, announced: WeightFile | OfferedWeights | None) -> WeightFile | None:
-        """Return the file of a role's weights received ahead if they are those `announced`; close it otherwise."""
+        """Return the file of a role's prefetched weights if they are those `announced`; otherwise close it."""
         if role not in self.ahead:
             return None
         offered, arriving = self.ahead.pop(role)
@@ -367,7 +361,7 @@ class GenerateLoop:
         return None
 
     async def _load(self, work: LoadWeights) -> None:
-        """Load a whole version. If rows do not continue with it, running ones were dropped before."""
+        """Load a weight version. Unless `keeps_rows`, running rows are dropped first."""
         if not work.keeps_rows:
             await self._end([key for key, result in self.flight.items() if result is None])
         version, sources, updates = work.version, self._sources(work.weights), list[tuple[str, float]]()

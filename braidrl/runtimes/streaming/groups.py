@@ -28,7 +28,7 @@ ROWS = "rows"
 class Group:
     """Processes with the same consumers.
 
-    Those that share a role's model, or its changes, are one worker; else each process is one.
+    Processes that share a role's model, or its changes, are one worker; otherwise each process is a worker.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Activity:
     weight_bytes: int = 0
     """Bytes of new weights that engines have read."""
     drawn_again: int = 0
-    """Rows started by an engine and forgotten with a lost trainer."""
+    """Rows that an engine started and that were forgotten with a lost trainer."""
     left_out: int = 0
-    """Rows that no engine draws any more, because several have ended with them."""
+    """Rows that are not generated any more, because several engines have died with them."""
     updates: Sums = field(default_factory=Sums)
-    """Seconds that each engine stood still to load weights, and that a rank took to write its share."""
+    """Seconds that each engine paused to load weights, and that a rank took to write its shard."""
     _noted: float | None = None
     _workers: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ class Activity:
 
 
 def worker_groups(deployment: Deployment) -> list[Group]:
-    """Return the groups of a run: the consumers of each pool's processes."""
+    """Return the groups of a run: the consumers that each pool of processes runs."""
     config, changed = deployment.config, deployment.flow.changed_roles
     consumers_of: dict[str, list[str]] = {}
     for flow in filter(None, (deployment.flow, deployment.evaluation)):
@@ -159,8 +159,9 @@ def check_streaming(deployment: Deployment) -> None:
 
 
 def older_groups(config: Config) -> int | None:
-    """Return how many groups of a batch may be stale; None is all. Raises UserError for a share without effect or out
-    of reach.
+    """Return how many groups of a batch may be stale; None means all.
+
+    Raises UserError for a share without effect, or one that cannot be met.
     """
     share, trainer = config.streaming.on_policy_share, config.trainer
     places = older_places(share, trainer.prompts_per_step)
@@ -168,20 +169,20 @@ def older_groups(config: Config) -> int | None:
         return None
     if trainer.max_staleness == 0:
         raise UserError(
-            f"streaming.on_policy_share={share:g} says how many rows may not be late, and with "
-            "trainer.max_staleness=0 none is; "
+            f"streaming.on_policy_share={share:g} limits off-policy rows, and with "
+            "trainer.max_staleness=0 there are none; "
             "write trainer.max_staleness=1, or remove it"
         )
     if trainer.surplus == "keep":
         raise UserError(
-            f"streaming.on_policy_share={share:g} has places for so many late groups, and trainer.surplus=keep "
-            "brings others; "
+            f"streaming.on_policy_share={share:g} limits the off-policy groups of a batch, and trainer.surplus=keep "
+            "adds others; "
             "write trainer.surplus=drop"
         )
     if places == 0:
         raise UserError(
-            f"streaming.on_policy_share={share:g} lets none of the {trainer.prompts_per_step} prompts of a batch be "
-            "late; "
+            f"streaming.on_policy_share={share:g} leaves none of the {trainer.prompts_per_step} prompts of a batch "
+            "off-policy; "
             "write trainer.max_staleness=0 in its place, or a smaller share"
         )
     return places

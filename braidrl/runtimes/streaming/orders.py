@@ -49,7 +49,7 @@ class StreamingBackend:
         """Use a queue and workers that have been started; `close` ends `resources`.
 
         `wait` waits for a change of the queue, with a short limit, and raises the error of a worker, of all groups or
-        of one. `admit` is called while batches that may start on an older version must be generated to their ends.
+        of one. `admit` is called while batches that may start on an older version must be generated to completion.
         """
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self._wait, self.admit, self.resources = control.training, wait, admit, resources
@@ -63,7 +63,7 @@ class StreamingBackend:
         self.counted_bytes = 0
 
     def read(self, origin: Origin) -> StoredRows:
-        """Return rows of a checkpoint, or of an evaluation set, which workers start to generate at once."""
+        """Return rows of a checkpoint, or of an evaluation set, which workers start to generate immediately."""
         if isinstance(origin, Recording):
             raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
         rows, schedule = self.make_rows(origin), self.stream.schedule
@@ -102,7 +102,7 @@ class StreamingBackend:
         return table
 
     def end_evaluation(self) -> None:
-        """Forget the rows of an evaluation, if there is one; engines may load newer versions again."""
+        """Forget the rows of an evaluation, if any; engines may load newer versions again."""
         if (stream := self.evaluating) is not None:
             self.evaluating = None
             with self.control.changed:
@@ -117,7 +117,10 @@ class StreamingBackend:
     # Files: the rows process makes and writes rows, since the main process carries no payload
 
     def make_rows(self, origin: Origin) -> StoredRows:
-        """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
+        """Return the rows of `origin`, with payload in the queue.
+
+        Raises UserError if a file is missing.
+        """
         if isinstance(origin, Recording):
             raise ValueError("recorded rows are not streamed")
         rows = self._ask_for_rows(MakeRows(origin)).rows
@@ -125,8 +128,9 @@ class StreamingBackend:
         return rows
 
     def _ask_for_rows(self, task: Task, rows: StoredRows | None = None) -> OrderResult:
-        """Return the rows process's result of an order; after its restart, which changes its name at the queue, repeat
-        the order.
+        """Return the rows process's result of an order.
+
+        After its restart, which changes its name at the queue, the order is repeated.
         """
         maker = next(member for member in self.processes.members if member.group.name == ROWS)
         content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
@@ -152,12 +156,12 @@ class StreamingBackend:
     def save_rows(self, path: Path, table: StoredRows, recorded: bool = False) -> None:
         """Write rows into a checkpoint, or as `recorded` for people and replays.
 
-        Raises OSError if the disk is full or gone.
+        Raises OSError if the disk is full or missing.
         """
         check_written(self._ask_for_rows(WriteRows(path.resolve(), table.payload, recorded), table).trouble)
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Let the leader of every role that changes write it; with `copy` it continues as soon as it has copies."""
+        """Let the leader of every changing role write it; with `copy` the leader continues as soon as it has copies."""
 
         def saved(role: str) -> Save:
             # Ranks that were lost may have left files there.
@@ -170,8 +174,7 @@ class StreamingBackend:
         return [partial(self._written, *written) for written in self._give(lambda role: ReportWrite()).values()]
 
     def load(self, folder: Path, version: int) -> None:
-        """Load every role that changes; generation continues with these weights, and the queue after iteration
-        `version`.
+        """Load every changing role; generation continues with these weights, and the queue after iteration `version`.
 
         If all rows still exist, engines already have, or load, that version.
         """
@@ -199,17 +202,20 @@ class StreamingBackend:
         self.control.notify()
 
     def _carry_out(self, task_of: Callable[[str], Task]) -> None:
-        """Wait until every leader has done the task of its role. Raises WorkerError after the time limit."""
+        """Wait until every leader has completed the task of its role.
+
+        Raises WorkerError after the time limit.
+        """
         limit = time.monotonic() + ORDER_LIMIT_S
         for role, (holder, number) in self._give(task_of).items():
             while number not in self.control.results:
                 if holder not in self.control.holders:
-                    # The role's ranks have met anew, and have another leader.
+                    # The role's ranks have regrouped, and have a new leader.
                     holder, number = self._order(role, task_of, limit)
                 self._wait_until(limit, holder)
 
     def _give(self, task_of: Callable[[str], Task]) -> dict[str, tuple[str, int]]:
-        """Order every leader to do the task of its role; return leaders and numbers of orders, by role.
+        """Order every leader to do its role's task; return leaders and numbers of orders, by role.
 
         Raises WorkerError if a leader does not register in time.
         """
@@ -217,7 +223,7 @@ class StreamingBackend:
         return {role: self._order(role, task_of, limit) for role in self.processes.leaders()}
 
     def _order(self, role: str, task_of: Callable[[str], Task], limit: float) -> tuple[str, int]:
-        """Order the present leader of a role to do a task; return the leader and the number of the order."""
+        """Order the current leader of a role to do a task; return the leader and the number of the order."""
         while True:
             with self.control.changed:
                 if (holder := self.processes.leaders()[role]) in self.control.holders:

@@ -82,7 +82,7 @@ class Member:
 
     @property
     def holder(self) -> str:
-        """Return its name at the queue, a new one after each start; ranks that may change have one of their own."""
+        """Return its name at the queue, which changes with each start; ranks that may change are each named."""
         return f"{self.group.name}.{self.name}"
 
 
@@ -105,7 +105,7 @@ class Processes:
 
         Workers reach the control plane at the address `queue`, and each other's nodes, by the secret. `kept` are the
         examples that passed the length limit, for the process that makes rows of them. `repairs` limits how often lost
-        trainers start again; if it allows none they are the same to the end.
+        trainers restart; if it allows none, the ranks never change.
         """
         self.deployment, self.config = deployment, deployment.config
         self.folder, self.control, self.launcher = folder, control, launcher
@@ -149,7 +149,7 @@ class Processes:
         return fixed | {roles[name]: leader_of(name, ranks.known) for name, ranks in self.trained.items()}
 
     def leads(self, member: Member) -> str | None:
-        """Return the name at the queue of a process that leads its worker, else None."""
+        """Return the name at the queue of a process that leads its worker, otherwise None."""
         if (ranks := self.trained.get(member.group.name)) is not None:
             return leader_of(member.group.name, ranks.known) if ranks.known.members[0] == member.name else None
         return member.holder if member.number % member.group.ranks == 0 else None
@@ -161,7 +161,7 @@ class Processes:
     def watch(self, group: str | None = None) -> None:
         """Replace killed workers, and kill hanging ones: of all groups, or of one.
 
-        Raises the error of a worker, and WorkerError for a lost trainer or a worker that does not get ready.
+        Raises the error of a worker, and WorkerError for a lost trainer or a worker that does not become ready.
         """
         for leaving in [pair for pair in self.leaving if not pair[0].process.alive or time.monotonic() > pair[1]]:
             leaving[0].process.close(0.0)
@@ -174,7 +174,7 @@ class Processes:
         silent = self.control.silent(settings.lease_s + settings.wait_s)
         for member in [m for m in self.members if group in (None, m.group.name)]:
             if member not in self.members:
-                continue  # it has left with another process of its worker
+                continue  # another process of its worker has left, and this one with it
             if member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder):
                 tell(f"{member.process.name} {member.process.describe_end()}")
             # Only leading ranks talk to the queue.
@@ -191,7 +191,7 @@ class Processes:
         """Restart a worker after the end of one process, with all of its ranks. Raises as `watch`."""
         worker = member.group.name, member.number // member.group.ranks
         peers = [peer for peer in self.members if (peer.group.name, peer.number // peer.group.ranks) == worker]
-        # The error of a process that only lost its peers is not the cause: that is a peer's error, or a kill.
+        # A process that only lost its peers is not the cause; the cause is a peer's error, or a kill.
         failure, limit, is_killed = failure_of(member), time.monotonic() + PEERS_LIMIT_S, False
         while failure is not None and failure.follows and time.monotonic() < limit and not is_killed:
             failures = [its_failure for peer in self.members if (its_failure := failure_of(peer)) is not None]
@@ -212,11 +212,11 @@ class Processes:
             return
         if not self.repairs.spend():
             raise WorkerError(
-                f"{killed.group.name} {killed.number} is gone ({killed.process.describe_end()}), after "
+                f"{killed.group.name} {killed.number} has ended ({killed.process.describe_end()}), after "
                 f"{self.repairs.per_hour} other losses within an hour; look for their common cause, or raise "
                 f"streaming.repairs_per_hour={self.repairs.per_hour}{self.control.deaths.frequent()}"
             )
-        # The members have new processes afterwards.
+        # The members then have new processes.
         before, end = set(self.control.deaths.left_out), killed.process.describe_end()
         self.restart(peers)
         for row in sorted(self.control.deaths.left_out - before):
@@ -256,7 +256,7 @@ class Processes:
         )
 
     def _note_settled(self) -> None:
-        """Record which ranks have done what they were given when they met."""
+        """Record which ranks have completed their tasks after regrouping."""
         for name, ranks in self.trained.items():
             if name not in self.control.unloaded:
                 self.settled[name] = set(ranks.known.members)
@@ -267,21 +267,20 @@ class Processes:
         self.settled = {name: set() for name in self.trained}
 
     def waiting(self) -> bool:
-        """Return True if lost trainers are back, and wait to join the others."""
+        """Return True if restarted trainers wait to join the others."""
         return any(ranks.waiting() for ranks in self.trained.values())
 
     def continue_from_memory(self) -> None:
-        """Let all trainers meet again, and repeat their work on the next version."""
+        """Let all trainers regroup, and repeat their work on the next version."""
         with self.control.changed:
             self.regroup()
             self.control.continue_from_memory(self.leaders())
         self.control.notify()
 
     def regroup(self) -> None:
-        """Let the ranks of each trained role meet again: without dead ranks, which are restarted, and with waiting
-        ones.
+        """Regroup the ranks of each trained role: without dead ranks, which are restarted, and with waiting ones.
 
-        Where those are too few for the layout, they wait for the others. All leases of trainers end.
+        If they are too few for the layout, they wait for the others. All leases of trainers end.
         """
         self._note_settled()
         for name, ranks in self.trained.items():
@@ -310,11 +309,10 @@ class Processes:
         return workers
 
     def resize(self, name: str, more: int) -> str:
-        """Start `more` engines of a group, or let its last engines leave if `more` is negative; return the outcome as
-        text.
+        """Start `more` engines of a group, or stop its last engines if `more` is negative; return the outcome as text.
 
         Rows of an engine that leaves are leased again. Raises UserError for a group without engines, without devices,
-        or of which too few would be left.
+        or with too few engines left.
         """
         engines = {member.group.name: member.group for member in self.members if member.group.kind == "generate"}
         if name not in engines:
@@ -326,7 +324,7 @@ class Processes:
                 f"{name} has {number_of_engines(len(workers))}, and the run needs {least}; {-more} cannot leave"
             )
         if more > 0:
-            # The devices of an engine that still ends are in use.
+            # An engine that is shutting down still uses its devices.
             used = {member.number // group.ranks for member, _ in self.leaving if member.group.name == name} | set(
                 workers
             )
@@ -355,7 +353,7 @@ class Processes:
             )
 
     def _leave(self, members: Sequence[Member]) -> None:
-        """Let processes end without replacement; their rows are leased again at once."""
+        """Stop processes without replacement; their rows are leased again immediately."""
         for member in members:
             self.control.fail(member.holder, died=False)
             self.members.remove(member)
@@ -378,11 +376,11 @@ class Processes:
         member.process = self._start(member.group, member.number, member.starts)
 
     def close(self, limit_s: float = END_LIMIT_S) -> None:
-        """Wait for the end of all processes, which the queue notifies, and kill those that are late."""
+        """Wait for the end of all processes, which the queue notifies, and kill late ones."""
         limit = time.monotonic() + limit_s
         for member in self.members:
             if (ranks := self.trained.get(member.group.name)) and member.name not in ranks.known.members:
-                member.process.close(0.0)  # nothing tells it while it waits to become a rank
+                member.process.close(0.0)  # it is not notified while it waits to become a rank
         self.members += [member for member, _ in self.leaving]
         self.leaving = []
         while self.members:
@@ -429,7 +427,7 @@ def failure_of(member: Member) -> Failure | None:
 
 
 def work(arguments: Mapping[str, Any]) -> None:
-    """Run one process of a worker group: build what the group needs, then do the queue's work until the run ends.
+    """Run one process of a worker group: build its parts, then do the queue's work until the run ends.
 
     `arguments` are plain data from `Processes`.
     """
@@ -440,15 +438,15 @@ def work(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def leaving_on_signal() -> Iterator[None]:
-    """Let SIGTERM end the block as it ends a process that leaves the run.
+    """Let SIGTERM end the block, as for a process that leaves the run.
 
-    A scheduler that takes a node back sends this signal, and a kill some seconds later.
+    A scheduler that reclaims a node sends this signal, and a kill some seconds later.
     """
     signals = list[int]()
 
     def leave(number: int, frame: FrameType | None) -> None:
         signals.append(number)
-        # Event loops pass this exception on, wherever it is raised.
+        # Event loops propagate this exception from any point.
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
@@ -513,12 +511,12 @@ def meeting_of(secret: str, group: Group) -> str:
 
 
 def first_members(group: Group) -> Membership:
-    """Return the ranks with which a group starts."""
+    """Return the initial ranks of a group."""
     return Membership(0, tuple(member_name(number, 0) for number in range(group.processes)))
 
 
 def one_of(group: Group, arguments: Mapping[str, Any], ip: str) -> OneOf:
-    """Return this generating process as a worker of its role, or as a node of a worker."""
+    """Return this generating process as a worker of its role, or as one node of a worker."""
     number, workers = arguments["number"] // group.nodes, group.processes // group.nodes
     if group.nodes == 1:
         return OneOf(rank=number, size=workers)

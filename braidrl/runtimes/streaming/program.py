@@ -51,12 +51,14 @@ from braidrl.weights.versions import LoadingSchedule
 
 
 class StreamingController:
-    """Drives iterations by admission and permits; the available rows decide which stage runs when."""
+    """Drives iterations by admission and permits; the rows that are ready decide which stage runs when."""
 
     def __init__(
         self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress, repairs: RepairBudget
     ) -> None:
-        """Start the queue and all workers of a run that `check_streaming` accepts; `repairs` are those of trainers."""
+        """Start the queue and all workers of a run that passed `check_streaming`; `repairs` limits restarts of
+        trainers.
+        """
         config, flow = prepared.config, prepared.flow
         self.loader, self.progress = loader, progress
         trainer, samples = config.trainer, config.rollout.samples_per_prompt
@@ -129,9 +131,7 @@ class StreamingController:
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[StoredRows]:
-        """Wait until an iteration is published, and admit prompts meanwhile; `before_training` is called before its
-        first step.
-        """
+        """Admit prompts until an iteration is published; `before_training` is called before its first step."""
         assert recorded is None and train, "checked when the run was set up"
         with self.progress.stage("generation") as generation, self.progress.stage("training") as training:
             while not self.control.finished:
@@ -153,7 +153,7 @@ class StreamingController:
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
-        # At once: trainers have hardly begun the next batch.
+        # Immediately, while trainers have barely started the next batch.
         if self.processes.is_copied and self.processes.waiting():
             self.processes.continue_from_memory()
         result = self._result(finished)
@@ -164,22 +164,24 @@ class StreamingController:
         return result
 
     def position(self) -> Position:
-        """Return the resume position after the last finished iteration; started work of the next one is repeated
+        """Return the resume position after the last finished iteration; work started on the next one is repeated
         then.
         """
         following = self.stream.schedule.progress.published + 1
         with self.control.changed:
             started = self.opening.get(following) or self._current()
-        # The states at the start of the next iteration, which may have moved them already.
+        # The states at the start of the next iteration, which may already have updated them.
         ran = self.stream.record_of(following).states
-        # What was measured since the next iteration was opened belongs to the state.
+        # Measurements since the next iteration was opened are part of the state.
         loader = {**self.loader.state(), "admitted": started.loader["admitted"]}
         return started._replace(
             loader=loader, stages={name: dict(ran.get(name, now)) for name, now in self.stream.states.items()}
         )
 
     def started_ahead(self) -> list[StartedBatch]:
-        """Wait for rows started on older versions and return their batches; rows started on newer versions continue."""
+        """Finish in-flight batches that were started on older versions and return them; rows started on newer versions
+        continue.
+        """
         stream, loading = self.stream, self.control.loading
         with self.progress.stage("generation") as bar:
             while True:
@@ -194,7 +196,7 @@ class StreamingController:
                 self.wait()
 
     def _started(self, number: int) -> StartedBatch:
-        """Return a batch after its recorded stages, in the form of a checkpoint."""
+        """Return a batch that has passed its recorded stages, in the form of a checkpoint."""
         stream = self.stream
         uids, record = stream.schedule.progress.batches[number].uids, stream.record_of(number)
         table = stream.stored(uids)
@@ -207,15 +209,14 @@ class StreamingController:
         return StartedBatch(number, table, left_out, record.outcome, reports, after)
 
     def is_awaited(self) -> bool:
-        """Return True if lost trainers are back and get their state from a checkpoint."""
+        """Return True if lost trainers have restarted and will get their state from a checkpoint."""
         return not self.processes.is_copied and self.processes.waiting()
 
     def begin_again(self, version: int) -> Restart:
-        """Let the ranks of all trained roles meet anew. Rows are kept if the checkpoint is of the last published
-        version, else forgotten.
+        """Regroup the ranks of all trained roles.
 
-        Otherwise rows drawn by versions newer than the checkpoint would be trained by a run that never made those
-        versions.
+        Rows are kept if the checkpoint is of the last published version, otherwise forgotten: rows drawn by versions
+        newer than the checkpoint would be trained by a run that never made those versions.
         """
         self.processes.forget_states()
         self.processes.regroup()
@@ -238,7 +239,7 @@ class StreamingController:
             table, left_out, *surplus = (
                 self.backend.make_rows(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
             )
-            # A batch too stale for the run's new limit, and all later ones, are drawn again.
+            # A batch too stale for the run's new limit, and all later ones, are generated again.
             sizes, oldest = self.stream.schedule.sizes, min(versions_of(table.index))
             if batch.iteration > sizes.iterations or not admissible(batch.iteration, oldest, sizes.max_staleness):
                 break
@@ -271,7 +272,7 @@ class StreamingController:
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
     def _admit(self) -> None:
-        """Admit the groups wanted now, if possible for a new iteration."""
+        """Admit the groups wanted now, for a new iteration if one may open."""
         schedule, version = self.stream.schedule, self.control.loading.target
         with self.control.changed:
             begins = not schedule.is_open
@@ -284,7 +285,7 @@ class StreamingController:
             if before is not None and schedule.is_open:
                 self.opening[following] = before
                 self.loader.begin(following)
-            # Back, if groups admitted ahead were returned.
+            # Rewind the loader if groups admitted ahead were returned.
             self.loader.admitted = min(self.loader.admitted, schedule.sampling.admitted + 1)
             numbers = tuple(self.loader.advance(count))
         if count:
@@ -294,10 +295,9 @@ class StreamingController:
             self.control.change(lambda: None)
 
     def _current(self) -> Position:
-        """Return the state of selection and loader between two batches, with the kept surplus; groups admitted ahead
-        are repeated.
+        """Return the state of selection and loader between two batches, with the kept surplus.
 
-        If rows may be suspended, all rows in work are kept with their tokens.
+        Groups admitted ahead are admitted again. If rows may be suspended, all rows in work are kept with their tokens.
         """
         schedule, surplus = self.stream.schedule, list[StoredRows]()
         sampling = schedule.sampling.settled(schedule.sizes.partial_rollout)
@@ -322,7 +322,7 @@ class StreamingController:
         """Convert a finished iteration to the common result of all runtimes."""
         index, final = finished.table.index, finished.final.index
         assert finished.outcome is not None, "it is published"
-        # As in serial order: scores as selection saw them, or without selection the final ones.
+        # As in serial order: the scores at selection, or without selection the final ones.
         parts = [*finished.generated, index] if self.stream.flow.sampling_segment else [final]
         common = [name for name in parts[-1] if all(name in part for part in parts)]
         sums = Sums().merge(*(Sums(report["sums"]) for report in finished.reports))

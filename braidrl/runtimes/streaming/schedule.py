@@ -27,7 +27,7 @@ class StreamSchedule:
     Each consumer is a task, and the table of a row in it is a `Bucket`.
 
     A group with a suspended row continues with the next batch as long as it is fresh enough for that batch; other
-    groups are drawn to their ends. Another group takes its slot in the open batch.
+    groups are generated to completion. A suspended group's slot in the open batch goes to another group.
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
@@ -82,8 +82,8 @@ class StreamSchedule:
     ) -> None:
         """Resume after `done` iterations.
 
-        `surplus` are the rows that wait for the next batch, with the oldest version among their tokens; `unfinished`
-        the rows of pending groups, generated or suspended, likewise, with None for rows without tokens.
+        `surplus` are the rows that wait for the next batch, with the oldest version among their tokens. `unfinished`
+        are the rows of pending groups, generated or suspended, likewise; None marks rows without tokens.
         """
         self.progress.published = self.opened = done
         self.sampling = sampling
@@ -92,7 +92,7 @@ class StreamSchedule:
             self._leave_out(name, list(surplus))
         self.iteration_of.update(dict.fromkeys((uid[1] for uid in surplus), done))
         self.versions.update(surplus)
-        # An engine passes completed ones on.
+        # An engine returns completed rows unchanged.
         rows = unfinished or {}
         self._admit(list(rows), self.opened + 1)
         drawn = {uid: version for uid, version in rows.items() if version is not None}
@@ -103,7 +103,9 @@ class StreamSchedule:
             self._continue_in(group, self.opened + 1)
 
     def restore_batch(self, versions: Mapping[Uid, int]) -> None:
-        """Restore the next batch of a checkpoint, whose rows, of these versions, have passed the recorded stages."""
+        """Restore a checkpoint's next batch, whose rows have passed the recorded stages, with the version of each
+        row.
+        """
         self.opened += 1
         batch = self.progress.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
         uids = sorted(versions, key=lambda uid: uid[1:])
@@ -128,10 +130,10 @@ class StreamSchedule:
     # Admission
 
     def may_open(self, engine_version: int | None, early: bool = True) -> bool:
-        """Return True if the next batch may be opened while engines hold a version; None stands for no version.
+        """Return True if the next batch may be opened while engines hold a version; None means no version.
 
-        With `early`, an on-policy batch opens one version before its rows may start, so that they are in the queue by
-        then. Under staleness the lookahead does the same.
+        With `early`, an on-policy batch opens one version before its rows may start, so that they are already in the
+        queue. Under staleness the lookahead has this effect.
         """
         if engine_version is None or self.opened >= self.sizes.iterations:
             return False
@@ -190,7 +192,7 @@ class StreamSchedule:
         self._join_groups(batch, self.sampling.members())
         self._hold_back(batch.iteration)
         if not self.sampling.is_complete():
-            # If no more groups may start, the rows that the open batch lacks are drawn to their ends.
+            # If no more groups may start, the rows that the open batch lacks are generated to completion.
             for group in self.sampling.finish_now():
                 self.ending.add(group)
                 self._continue_in(group, self.opened)
@@ -213,11 +215,11 @@ class StreamSchedule:
         return outcome
 
     def is_generation_over(self, engine_version: int | None = None) -> bool:
-        """Return True if nothing is, or can be, generated with this version: all engines can load weights at once.
+        """Return True if nothing is, or can be, generated with this version, so that all engines can load weights.
 
         This holds between two batches, and while the open batch waits for rows that only a newer version may start. It
-        does not hold while the next batch may start on this version and is not open yet: else the time of its opening
-        decided its version.
+        does not hold while the next batch may start on this version and is not open yet: otherwise its version would
+        depend on when it opens.
         """
         if self.is_open:
             lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
@@ -247,11 +249,11 @@ class StreamSchedule:
         ranks: int = 1,
         suspects: Set[Uid] = frozenset(),
     ) -> Lease | None:
-        """Lease up to `most` ready rows to a worker of a consumer, or return None; whole batches for a consumer of
-        these.
+        """Lease up to `most` ready rows to a worker of a consumer, or return None; some consumers take only whole
+        batches.
 
         An engine that holds `engine_version` gets no rows that would be too stale for training. It gets each of the
-        `suspects` alone: if it ends again, the row is the cause. Other arguments are as for `Tasks.take`.
+        `suspects` alone: if the engine dies again, the row is the cause. Other arguments are as for `Tasks.take`.
         """
         consumer = self.consumers.by_name[name]
         if most <= 0 or not consumer.takes_rows:
@@ -296,8 +298,8 @@ class StreamSchedule:
         return lease
 
     def _isolated(self, lease: Lease, now: float, seconds: float, suspects: Set[Uid]) -> Lease | None:
-        """Return the lease without suspects, or with one suspect alone if the holder is idle; None if it may hold no
-        row now.
+        """Return the lease without suspects, or with a single suspect if the holder is idle; None if the holder may
+        take no row now.
         """
         rows = self.tasks.left(lease)
         held = {row for lease_held in self.tasks.leases.of(lease.holder) for row in self.tasks.left(lease_held)}
@@ -308,13 +310,13 @@ class StreamSchedule:
             [row for row in rows if row not in suspects] if before else [row for row in rows if row in suspects][:1]
         )
         self.tasks.release(lease, rows)
-        # Nothing runs beside a suspect.
+        # No row runs concurrently with a suspect.
         chosen = chosen if suspects.isdisjoint(before) else []
         return self.tasks.lease(lease.task, chosen, lease.holder, now, seconds)
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
-        """Record that a consumer has completed rows of its leases; of a generate stage, with the oldest version of
-        each.
+        """Record that a consumer has completed rows of its leases; for a generate stage, with the oldest version of
+        each row.
         """
         self.tasks.write(name, rows)
         if versions and name in self.consumers.generating:
@@ -335,7 +337,7 @@ class StreamSchedule:
     def suspend(self, lease: Lease, rows: Mapping[Uid, int]) -> None:
         """Suspend rows of a lease after their token budget, with the oldest version among their tokens.
 
-        They resume with the next batch; rows that have become too stale for it resume at once.
+        They resume with the next batch; rows that have become too stale for it resume immediately.
         """
         self.tasks.release(lease, list(rows))
         for row, version in rows.items():
@@ -349,7 +351,7 @@ class StreamSchedule:
         self.decided = True
 
     def groups_to_judge(self, name: str) -> list[Uid]:
-        """Return, and complete, the rows of all groups that are ready for a verdict stage."""
+        """Take all groups that are ready for a verdict stage, mark them as completed, and return their rows."""
         task, rows = self.tasks[name], list[Uid]()
         for bucket in list(task.ready):
             rows += task.take(bucket, len(task.numbers) + 1, 1, FIRST_IN, self._facts)
@@ -389,8 +391,9 @@ class StreamSchedule:
         return Candidate(uid, group, len(self.rows_of[group]), self.tokens.get(uid, 0), self.versions.get(uid, 0))
 
     def _join_groups(self, batch: TrainingBatch, members: Iterable[tuple[int, int, int]]) -> None:
-        """Add groups to a batch; trainers get those whose updates are the same for every position from the least to the
-        largest.
+        """Add groups to a batch.
+
+        Trainers get a group once its updates no longer depend on its final position.
         """
         joined, sure = list[Uid](), list[Uid]()
         for group, least, largest in members:
@@ -414,7 +417,7 @@ class StreamSchedule:
                 self._skip([consumer], rows)
 
     def _started_with(self, group: int) -> int | None:
-        """Return the oldest version on which a group's rows were started, or None before the start."""
+        """Return the oldest version on which a group's rows were started; None if none was started."""
         uids = self.rows_of[group]
         versions = (
             *(self.started[uid] for uid in uids if uid in self.started),
@@ -430,7 +433,7 @@ class StreamSchedule:
     # Suspended rows
 
     def may_suspend(self, row: Uid) -> bool:
-        """Return True if a row may train with the batch after the open one, and so does not delay the open one."""
+        """Return True if a row may train with the batch after the open one, and thus does not delay the open one."""
         return self.sizes.partial_rollout and row[1] not in self.ending and self._is_young(row[1])
 
     def _continue_in(self, group: int, iteration: int) -> None:
@@ -443,8 +446,8 @@ class StreamSchedule:
     # A share of rows of the batch's own version
 
     def _may_start(self, bucket: Bucket, engine_version: int | None) -> bool:
-        """Return True if an engine's version is fresh enough for the rows of a bucket; None stands for a worker that is
-        no engine.
+        """Return True if an engine's version is fresh enough for the rows of a bucket; None means a worker without an
+        engine.
         """
         iteration = bucket.iteration
         if bucket.state is RowState.RESUMED:
@@ -500,18 +503,18 @@ class StreamSchedule:
         self.tasks.write(ADMISSION, uids)
 
     def _skip(self, consumers: Iterable[Consumer], uids: Sequence[Uid]) -> None:
-        """Skip these rows in consumers that do nothing in the open iteration."""
+        """Mark rows as done in consumers without a due stage in the open iteration."""
         for consumer in consumers if uids else ():
             if not consumer.due(self.opened):
                 self._leave_out(consumer.name, uids)
 
     def _leave_out(self, name: str, uids: Sequence[Uid]) -> None:
-        """Skip rows in a consumer: it takes none of them, and no task waits for them."""
+        """Mark rows as done in a consumer: it takes none of them, and no task waits for them."""
         self.tasks.write(name, uids)
         self.tasks[name].finish(uids)
 
     def _forget(self, groups: Iterable[int]) -> dict[Lease, list[Uid]]:
-        """Forget groups; return the leases that lost rows, with these."""
+        """Forget groups; return the rows lost, by lease."""
         groups = list(groups)
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
         lost = self.tasks.forget(uids)

@@ -58,7 +58,7 @@ class Stream:
         samplers: Mapping[str, Sampler] | None = None,
         held: HeldBlocks | None = None,
     ) -> None:
-        """Begin without rows.
+        """Start without rows.
 
         An evaluation's work is shown under the training iteration `during`. `samplers` are those of stages that do not
         take the oldest rows first; `held` counts references to the blocks of all streams of a run.
@@ -98,8 +98,8 @@ class Stream:
             self.table.add(rows.part(DRAWN, drawn))
 
     def resume(self, done: int, state: Mapping[str, Any], tables: Sequence[StoredRows]) -> None:
-        """Resume after `done` iterations with a checkpoint's selection state, and its rows: of groups that wait for the
-        next batch, and of pending ones.
+        """Resume after `done` iterations with a checkpoint's selection state and rows: those of groups that wait for
+        the next batch, and of pending groups.
         """
         sampling = GroupSelector.restored(state)
         surplus, unfinished = list[StoredRows](), list[StoredRows]()
@@ -121,9 +121,7 @@ class Stream:
             self._add_admitted(rows)
 
     def unfinished(self, groups: Collection[int]) -> list[StoredRows]:
-        """Return the rows of continuing groups, as the generate stage has left them: first the completed rows, then the
-        others.
-        """
+        """Return the rows of continuing groups as they left the generate stage: completed rows, then the others."""
         (stage,) = self.schedule.consumers.generating
         ended: dict[bool, list[Uid]] = {True: [], False: []}
         for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
@@ -145,10 +143,10 @@ class Stream:
             self._note_lengths(rows.uids(), rows.index)
 
     def started(self) -> list[int]:
-        """Return the batches to save: started on older versions; all other rows are drawn again after a resume.
+        """Return the batches to save, started on older versions; all other rows are generated again after a resume.
 
-        Empty for flows where a stage changes something permanently, or waits for its turn, before rows are recorded.
-        Empty also if rows may be suspended: the checkpoint then has all rows in work.
+        Empty for flows where a stage before the recording changes state or weights, or waits for its turn. Empty also
+        if rows may be suspended: the checkpoint then has all rows in work.
         """
         recorded = self.flow.stages[: self.flow.recorded_stages]
         waits = any(
@@ -167,7 +165,7 @@ class Stream:
         self.restore(rows)
 
     def stored(self, uids: Sequence[Uid], recorded: bool = False) -> StoredRows:
-        """Return rows with all their columns; with `recorded` without columns of stages after the recorded ones."""
+        """Return rows with all their columns; with `recorded` only the columns up to the recorded stages."""
         early = {ADMISSION, *self.schedule.consumers.recorded, *self.consumers.verdicts}
         writers = [name for name in self.consumers.writers if name in early or not recorded]
         rows = self.table.stored(uids, writers)
@@ -186,17 +184,17 @@ class Stream:
         version: int | None,
         deaths: RowDeaths,
     ) -> tuple[LeasedRows, Sequence[Frame]] | None:
-        """Lease up to `most` rows of a consumer to the worker that requests them, or return None.
+        """Lease up to `most` rows of a consumer to the requesting worker, or return None.
 
-        `version` is the one that the worker's engine holds, and `deaths` has the rows that it must not draw, or alone;
-        other arguments are as for `StreamSchedule.take`.
+        `version` is the one that the worker's engine holds. `deaths` lists rows that are not generated any more, or
+        only alone. Other arguments are as for `StreamSchedule.take`.
         """
         schedule = self.schedule
         lease = schedule.take(name, request.holder, now, seconds, most, version, request.ranks, deaths.suspects)
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
-        # All index columns, and the payload that its stages declare. What the main process has computed lies in no
+        # All index columns, and the payload that its stages declare. Columns computed by the main process are in no
         # block.
         inline = [writer for writer in self.before[name] if writer in self.consumers.verdicts]
         writers = [writer for writer in self.before[name] if writer not in self.consumers.verdicts]
@@ -229,8 +227,8 @@ class Stream:
         now: float,
         unfinished: bool = False,
     ) -> tuple[list[int], list[Block]]:
-        """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks
-        that are now free.
+        """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks to
+        free.
         """
         lost, held = self.tasks.held(done, parts, now)
         freed, versions = list[Block](), dict[Uid, int]()
@@ -277,14 +275,14 @@ class Stream:
             self.schedule.judged(name, rows, reasons, scores_by_group(index.take(gone)) if gone else {})
 
     def close(self) -> list[Block] | None:
-        """End selection if it is complete; return the blocks that are now free, or None."""
+        """End selection if it is complete; return the blocks to free, or None."""
         outcome = self.schedule.close()
         if outcome is None:
             return None
         record, groups = self.record_of(self.schedule.opened), self.schedule.released
         released = [uid for rows in groups.values() for uid in rows]
         record.outcome = outcome
-        # Of groups outside the batch only those count that came through the whole segment.
+        # Groups outside the batch count only if they passed all stages of the segment.
         due = [self.consumers.by_name[name] for name in self.schedule.consumers.recorded]
         parts_of_due = [self.table.parts.get(consumer.name, {}) for consumer in due if consumer.due(record.iteration)]
         complete = [g for g in outcome.released if all(uid in parts for uid in groups[g] for parts in parts_of_due)]
@@ -310,10 +308,10 @@ class Stream:
         return record, self.table.evict(uids)
 
     def train_again(self) -> None:
-        """Forget the training towards the next version, and its trainers' reports."""
+        """Reset training towards the next version, and discard its trainers' reports."""
         self.schedule.progress.train_again()
         record = self.record_of(self.schedule.progress.published + 1)
-        # A lost trainer's batch begins with the states that it began with.
+        # A repeated batch starts with its initial states.
         self.states |= record.states
         record.training, record.states = [], {}
 
@@ -324,7 +322,7 @@ class Stream:
     def report(
         self, name: str, iteration: int, reports: Sequence[Report], totals: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Add a consumer's reports on rows of an iteration to its record; move the states of stages to the next batch.
+        """Add a consumer's reports on rows of an iteration to its record; update stage states for the next batch.
 
         `totals` are sums over the batch of each stage with a state.
         """
@@ -337,7 +335,7 @@ class Stream:
                 self.states[stage] = next_state(self.flow[stage], self.states[stage], stage_totals)
 
     def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
-        """Give samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
+        """Pass samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
         name = next((name for name in ("length", "prompt_length") if name in index), None)
         if name is not None:
             lengths = index[name] if places is None else index[name][places]

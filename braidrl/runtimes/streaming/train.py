@@ -33,7 +33,7 @@ from braidrl.training.objective import COUNTED, Accumulated, UpdateCounts
 
 
 class Trainer:
-    """One rank."""
+    """A trained role on one rank."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class Trainer:
         most: int,
         keep: Callable[[int], object],
     ) -> None:
-        """Begin without a batch. At most `most` rows pass through the model at a time, over all ranks.
+        """Start without a batch.
 
-        `keep` is called with the version of the weights before a batch changes them.
+        At most `most` rows pass through the model at a time, over all ranks. `keep` is called with the version of the
+        weights before a batch changes them.
         """
         self.consumer, self.executor, self.trace, self.data = consumer, executor, trace, data
         self.world, self.most, self.keep = world, most, keep
@@ -104,7 +105,7 @@ class Trainer:
         if not self.iteration or self.at == len(self.stages):
             return []
         stage, before = self.stages[self.at], self.stages[: self.at]
-        # Old log-probs are those of the weights before the first step.
+        # Old log-probs are computed with the weights before the first step.
         waits = self.rows_left and any(earlier.kind is Kind.INFER for earlier in before)
         if not is_optimized(stage):
             return [] if self.rows_left else [stage.name]
@@ -126,7 +127,7 @@ class Trainer:
         return report
 
     def continue_after(self, stage: Stage) -> None:
-        """Continue after a step of a train stage: with its next update, or with the stages after its last one."""
+        """Continue after a step of a train stage: with its next update, or with the stages that follow."""
         assert self.updates is not None
         if is_optimized(stage):
             self.updates.made += 1
@@ -150,8 +151,9 @@ class Trainer:
         return bool(self.iteration) and self.at == len(self.stages) and not self.rows_left
 
     def finish(self) -> tuple[StoredRows | None, list[tuple[int, list[int]]], dict[str, Any]]:
-        """End the batch; return the columns that this rank has written, if any, their rows, and the further fields of
-        `Client.done`.
+        """End the batch.
+
+        Returns the columns that this rank has written, if any, their rows, and further fields of `Client.done`.
         """
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
         read = [piece for piece in self.pieces if piece.positions]
@@ -171,7 +173,7 @@ class Trainer:
         )
 
     def _next_update(self, start: int) -> int:
-        """Return the position of the first train stage from a position on; without one the end."""
+        """Return the position of the next train stage from a position on; the end if there is none."""
         trains = (position for position in range(start, len(self.stages)) if self.stages[position].kind is Kind.TRAIN)
         return next(trains, len(self.stages))
 
@@ -187,7 +189,7 @@ class Trainer:
         with self._busy(stage, rows.uids() if piece.positions else ()) as span:
             columns: dict[str, Any] = {}
             if stage.scope is Scope.GROUP and self.world.size > 1:
-                # Groups lie on several ranks: each rank computes the stage for all rows, from what it reads of them.
+                # Groups span ranks: each rank computes the stage for all rows, from the columns that it reads.
                 read = [*rows.index, *(name for name in (*stage.reads, *stage.optional) if name in rows.payload)]
                 parts = self.world.gather("columns of groups", pack_rows(rows.only(read)) if piece.positions else None)
                 index = Rows.cat([unpack_rows(part) for part in parts if part]).ordered()
@@ -255,7 +257,7 @@ class Trainer:
     def _forward_backward(self, stage: Stage, rows: Rows) -> None:
         losses: dict[str, float] = {}
         with self._busy(stage, rows.uids() if len(rows) else ()) as span:
-            # Ranks that shard the model meet also if one has no row.
+            # Ranks that shard the model run collectives even if one has no row.
             if len(rows) or self.executor.workers[str(stage.role)].ranks.forward_is_collective:
                 span.tokens = tokens_of(rows)
                 with self.executor.progress.stage(stage.name) as bar:

@@ -37,9 +37,7 @@ def source_of(location: WeightLocation) -> WeightFile | OfferedWeights:
 
 
 def free(locations: Collection[WeightLocation]) -> None:
-    """Remove the local files of versions that no engine loads; ranks of other machines remove the files that they
-    wrote.
-    """
+    """Remove the local files of versions that no engine loads; ranks on other machines remove their own files."""
     for location in locations:
         if location.path:
             remove_version(Path(location.path))
@@ -76,13 +74,14 @@ class VersionWriter:
             device = next(part.tensor.device for part in local_parts.values())
             self.offer = WeightOffer(ranks, ip, limit_s, device, transport)
         elif deployment.launcher == "ray" and world.first:
-            # Its machine has the whole file.
+            # Its machine has the full file.
             self.offer = WeightOffer(Ranks(), ip, limit_s, torch.device("cpu"))
 
     def begin(self) -> Callable[[], WeightLocation]:
-        """Return a call that publishes the current weights; a thread may make it while they are read, but not changed.
+        """Return a function that publishes the current weights.
 
-        Collective merging is done before this returns.
+        A thread may call it while the weights are read, but not changed. Collective merging is done before this
+        returns.
         """
         number = int(self.world.share("a version", secrets.randbelow(1 << 48)))
         parts = self.parts()
@@ -124,9 +123,7 @@ class VersionWriter:
 
 
 def beside_computing(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a thread reads completed results of a device: on CUDA a stream beside the main
-    one.
-    """
+    """Return the context in which a thread reads results of a device: on CUDA a side stream."""
     if device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream(device)
@@ -175,8 +172,8 @@ class Versions:
 
 @dataclass
 class Copy:
-    """Source weights for an update without a loss (EMA or copy): the worker that was asked for them, and their location
-    once given.
+    """Source weights of an update without a loss (EMA or copy): the worker that gives them, and their location once
+    written.
     """
 
     giver: str

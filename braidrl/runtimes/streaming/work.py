@@ -22,11 +22,11 @@ class WeightLocation(Message):
     """The location of a version of a role's weights."""
 
     number: int
-    """Its number at the ranks that hold it."""
+    """Identifies the version at the ranks that hold it."""
     bytes: int
     path: str = ""
     machines: Sequence[str] = ()
-    """The machines that see the path; empty: all do."""
+    """The machines that can read the path; empty means all."""
     offer: OfferedWeights | None = None
 
 
@@ -56,7 +56,7 @@ class LeasedRows(Leased, kw_only=True):
     to_the_end: Sequence[int] = ()
     """Positions of the rows that may not be suspended."""
     left_out: Sequence[int] = ()
-    """Positions of the rows with which too many engines have ended: they stay without a response."""
+    """Positions of rows that stay without a response, because too many engines have died with them."""
     batch: BatchPlan | None = None
 
 
@@ -97,7 +97,7 @@ class LoadWeights(Lost, kw_only=True):
 
 
 class MakeRows(Message):
-    """Make rows of their origin, and put them into storage."""
+    """Make the rows of an origin, and put them into storage."""
 
     origin: Admission | HeldOut | Surplus
 
@@ -111,7 +111,7 @@ class WriteRows(Message):
 
 
 class Save(Message):
-    """Write the role into a checkpoint; with `copy` only copy it now, and write it beside the next rows."""
+    """Write the role into a checkpoint; with `copy` only copy it now, and write it while later rows are processed."""
 
     folder: Path
     copy: bool = False
@@ -125,7 +125,7 @@ class LoadCheckpoint(Message):
 
 
 class GoBack(Message):
-    """Return to the state of a version, and send it to ranks that lack it; publish the weights with `export`."""
+    """Return to the state of a version, and send it to ranks that lack it; publish the weights if `export`."""
 
     version: int
     export: bool
@@ -146,7 +146,7 @@ class Order(Lost, kw_only=True):
 
 
 class Written(Message):
-    """All ranks meet to report what they wrote; a leader sends it to the other ranks."""
+    """Run a collective in which all ranks report their writes; the leader sends this to the other ranks."""
 
 
 Work = LeasedRows | Step | Give | Receive | LoadWeights | Order | Stop | Lost
@@ -156,7 +156,7 @@ Work = LeasedRows | Step | Give | Receive | LoadWeights | Order | Stop | Lost
 
 
 class TakeWork(Take):
-    """Ask for the next piece of work."""
+    """Request the next piece of work."""
 
     answer = Work
     role: str | None = None
@@ -166,7 +166,7 @@ class TakeWork(Take):
     slots: int | None = None
     """Rows that an engine generates at once."""
     ended: Sequence[tuple[int, int]] = ()
-    """As in `Ended`."""
+    """The same as in `Ended`."""
 
 
 class Ended(QueueRequest):
@@ -205,9 +205,9 @@ class Loaded(QueueRequest):
     bytes: int = 0
     """Bytes read."""
     sent: int = 0
-    """Those among them that came from other machines or devices."""
+    """Bytes among them from other machines or devices."""
     updates: Sequence[tuple[str, float]] = ()
-    """The roles whose weights changed, and the seconds that the engine stood still for each."""
+    """The roles whose weights changed, and for how many seconds each paused the engine."""
 
 
 class OrderDone(QueueRequest):
@@ -217,7 +217,7 @@ class OrderDone(QueueRequest):
     payload: Sequence[TablePiece] | None = None
     """The locations of made rows."""
     trouble: str = ""
-    """Why a file could not be written, or a state not restored."""
+    """The error if a file could not be written, or a state not restored."""
 
 
 WorkerRequest = (

@@ -137,7 +137,7 @@ class TrainerState:
 
 
 class StageLoop:
-    """One rank among the present ones; the leader has a client."""
+    """One of the current ranks; only the leader has a client."""
 
     def __init__(self, context: WorkerContext, world: World, client: Client | None, state: TrainerState) -> None:
         self.context, self.world, self.client, self.state = context, world, client, state
@@ -168,7 +168,7 @@ class StageLoop:
             self.follow()
 
     def lead(self) -> None:
-        """Take work until the run ends, for all ranks."""
+        """Take work for all ranks until the run ends."""
         assert self.client is not None
         settings, client, wait_s = self.context.settings, self.client, self.context.settings.wait_s
         # Heartbeats while this worker computes.
@@ -183,7 +183,7 @@ class StageLoop:
                     if self.world.elastic is not None and self.world.elastic.is_outdated:
                         raise LostPeers("the ranks have changed")
                     break
-                # Also without work, as a heartbeat of the leader for the others.
+                # Broadcast even without work: it is the leader's heartbeat.
                 self._together(work)
                 if self.pending_order is not None and not self.writing.is_running:
                     self._together(WorkItem(self.context.data, Written(), Rows({})))
@@ -192,7 +192,7 @@ class StageLoop:
         self._broadcast(pack_message((Stop(), [])))
 
     def _together(self, work: WorkItem) -> None:
-        """Do a piece of work with all ranks; each gets the queue's answer and its columns."""
+        """Do a piece of work on all ranks; each gets the queue's answer and its columns."""
         if self.world.size > 1:
             frames = [bytes(frame) for frame in encode(work.inline)] if len(work.inline) else []
             self._broadcast(pack_message((work.answer, frames)))
@@ -212,7 +212,7 @@ class StageLoop:
         return bytes(self.world.gather("the leader's work", message, bytes)[0])
 
     def _do(self, work: WorkItem) -> None:
-        """Do this rank's part of what the queue has answered."""
+        """Do this rank's part of the queue's answer."""
         answer = work.answer
         kind = type(answer).__name__
         stage = getattr(answer, "consumer", None) or getattr(answer, "stage", None) or kind
@@ -263,7 +263,7 @@ class StageLoop:
         except Evicted:
             is_whole = False
         if not all(self.world.gather("the ranks that have their rows", is_whole)):
-            # Selection has dropped some of the rows meanwhile: the others are leased again.
+            # Selection has dropped some of the rows in the meantime: the rest is leased again.
             if self.client is not None:
                 self.client.ask(GiveBack([work.lease]))
                 self.client.held.discard(work.lease)
@@ -306,7 +306,7 @@ class StageLoop:
         stage = next(stage for stage in self.trainer.consumer.updates if stage.name == work.stage)
         is_step = is_optimized(stage)
         report = self.trainer.step(stage, work.iteration) if is_step else self._copy_weights(stage, work)
-        # A version that is made and not published is kept beside the one before.
+        # A version that is made and not published is kept along with the previous one.
         if work.is_last and self.state.is_copied and self.state.copies_early:
             self.state.replica.keep(work.iteration, self.state.executor, retains=True)
         if self.client is not None:
@@ -332,19 +332,19 @@ class StageLoop:
                 source_of(work.weights).put_into(parts, Ranks(supervisor=self.world))
             except ValueError as error:
                 raise UserError(f"{self.role} cannot take weights from {source}: {error}") from error
-            # They are freed after the leader reports the step: by then every rank has them.
+            # They are freed after the leader reports the step, when every rank has them.
             self.world.gather("weights of another role", b"")
         return span.report()
 
     def _obey(self, order: Order) -> None:
-        """Save or load a checkpoint, or start to write one, with all ranks; the leader reports the result."""
+        """Execute an order to save or load a checkpoint with all ranks; the leader reports the result."""
         executor, writes, trouble = self.context.executor, self.world.first, ""
         match order.task:
             case LoadCheckpoint(folder, version):
                 self.exports.wait()
                 self.state.load(folder)
                 if version is not None:
-                    # Engines may be ordered to load it at once.
+                    # Engines may be ordered to load it immediately.
                     self._begin_export(version)
                     self.exports.wait()
                     self.world.gather("weights are there", b"")
@@ -355,7 +355,7 @@ class StageLoop:
             case Save(folder):
                 executor.save(folder, writes)
             case ReportWrite():
-                # Not before it is written.
+                # Report it only after it is written.
                 self.pending_order = order.number
                 return
             case MakeRows() | WriteRows():
@@ -364,8 +364,8 @@ class StageLoop:
             self.client.ask(OrderDone(order.number, trouble=trouble))
 
     def _go_back(self, version: int, export: bool) -> str:
-        """Undo the training after a version, with `export` publish it again, and trace the change of the ranks; return
-        an error, or an empty string.
+        """Undo the training after a version, with `export` publish it again, and trace the change of ranks; return an
+        error or an empty string.
         """
         has_state = self.state.go_back(version)
         if has_state and export:
@@ -376,7 +376,7 @@ class StageLoop:
         return "" if has_state else f"a part of {self.role}'s state was on the lost ranks alone"
 
     def _begin_export(self, version: int) -> None:
-        """Start to publish this version with the other ranks, while the next rows are trained on."""
+        """Start to publish this version with the other ranks while the next rows are trained."""
         start = time.monotonic()
         publish = self._versions().begin()
 
@@ -391,12 +391,12 @@ class StageLoop:
         self.exports.begin([publish_and_report])
 
     def _versions(self) -> VersionWriter:
-        """Return the writer of the role's versions, which is made with the first."""
+        """Return the writer of the role's versions, created at the first publication."""
         if self.versions is None:
             worker, context = self.context.executor.workers[self.role], self.context
             assert isinstance(worker, ShardedBackend), f"check_backends lets {self.role} have no other here"
             deployment = context.executor.deployment
-            # Engines on a shared base have the weights under the adapters.
+            # Engines on a shared base already have the weights below the adapters.
             parts = partial(torch_worker(worker).weights, self.role in deployment.shared_base)
             self.versions = VersionWriter(self.role, parts, self.world, deployment, context.run, context.ip)
         return self.versions

@@ -275,7 +275,7 @@ def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop)
         ({"flow": "remax"}, "flow remax generates none, several"),
         (
             {"runtime": "streaming", "streaming": {"on_policy_share": 0.5}},
-            "trainer.surplus=keep brings others; write trainer.surplus=drop",
+            "trainer.surplus=keep adds others; write trainer.surplus=drop",
         ),
         ({"rollout": {"tokens_per_iteration": None, "repeated_tokens": 8}}, "write rollout.tokens_per_iteration too"),
     ],

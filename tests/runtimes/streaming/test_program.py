@@ -529,11 +529,11 @@ def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
         ({"trainer": {"surplus": "keep"}}, "trainer.max_staleness=0 forbids"),
         (
             {"streaming": {"on_policy_share": 0.5}},
-            "with trainer.max_staleness=0 none is; write trainer.max_staleness=1",
+            "with trainer.max_staleness=0 there are none; write trainer.max_staleness=1",
         ),
         (
             {"streaming": {"on_policy_share": 0.5}, "trainer": {"max_staleness": 1, "surplus": "keep"}},
-            "trainer.surplus=keep brings others; write trainer.surplus=drop",
+            "trainer.surplus=keep adds others; write trainer.surplus=drop",
         ),
         (
             {"streaming": {"on_policy_share": 0.9}, "trainer": {"max_staleness": 1}},
