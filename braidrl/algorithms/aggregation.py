@@ -33,10 +33,7 @@ def token_mean(offsets: Tensor) -> Tensor:
 
 @aggregations.register("seq-mean-token-mean", denominator="rows")
 def seq_mean_token_mean(offsets: Tensor) -> Tensor:
-    """Return 1/|o_i|; the denominator is rows: every row has the same weight.
-
-    GRPO, arXiv 2402.03300, equation 3.
-    """
+    """Return 1/|o_i|; the denominator is rows: every row has the same weight. GRPO, arXiv 2402.03300, equation 3."""
     return per_token(offsets, 1 / offsets.diff().clamp(min=1).double())
 
 

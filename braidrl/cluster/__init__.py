@@ -8,7 +8,7 @@ ranks                         N processes that do one task together, supervised:
 watchdog                      detects frozen processes and kills them
 pools, devices, device_kinds  which roles share processes, which CUDA devices these get, and makers' figures
 process_groups                process groups, and the time limit of every wait in them
-world                         communication between ranks: collectives, and messages that wait for no rank
+world                         communication between ranks: collectives, and asynchronous messages
 event_loop, shared_memory     coroutines for synchronous callers; the folder for files in memory
 
 launcher ──ProcessSpec──▶ child ──join──▶ process group ──▶ World

@@ -1,4 +1,4 @@
-"""A process from the inside: does the one task that arrives over the connection, and reports the outcome."""
+"""The inside of a process: it does the task that arrives over the connection, and reports the outcome."""
 
 import contextlib
 import os
@@ -26,13 +26,13 @@ at_end: list[Callable[[], None]] = []
 
 
 class TaskFailed(Exception):
-    """Raised with a `Failure` by a task that can describe its failure better than its process can."""
+    """Raised by a task that can describe its failure better than the process, with a `Failure`."""
 
 
 def main(descriptor: int) -> NoReturn:
     """Do the first task that arrives over the connection at a file descriptor.
 
-    End after the task, or when the parent is gone.
+    The process ends after the task, or when the parent has ended.
     """
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
@@ -49,7 +49,7 @@ def main(descriptor: int) -> NoReturn:
         result = resolve_name(task.entry)(task.arguments)
     except BaseException as error:
         failure = error.args[0] if isinstance(error, TaskFailed) else failure_of(f"{task.name} failed", error)
-    # The last message, after success or failure; the parent may be gone already.
+    # The last message, after success or failure; the parent may have ended.
     with contextlib.suppress(OSError), SPEAKING:
         connection.send_bytes(pack_message(Outcome(result, failure)))
     end_at_once(FAILED if failure else 0)
@@ -91,7 +91,7 @@ def end_with(connection: Connection, task: ProcessSpec) -> None:
 
 
 def end_at_once(status: int = FAILED) -> NoReturn:
-    """End without waiting for stuck ranks or library threads, after the processes started here."""
+    """End the processes started here, then this process, without waiting for stuck ranks or library threads."""
     try:
         for call in at_end:
             call()

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a process, as numbers among the devices that its parent sees."""
+    """The devices of a process, numbered as its parent sees them."""
 
     every: tuple[int, ...]
-    """All devices that it sees; the first is its own."""
+    """All devices that it sees; the first is for its computations."""
     engines: tuple[tuple[int, ...], ...] = ()
     """Devices of each engine process that it starts."""
 
@@ -39,7 +39,7 @@ PLANNED: ContextVar[Cluster | None] = ContextVar("PLANNED", default=None)
 
 @contextmanager
 def planned_for(cluster: Cluster | None) -> Iterator[None]:
-    """Let the questions below be answered for a cluster, by its makers' figures; None leaves them to this machine."""
+    """Answer the queries below for a planned cluster, by the vendors' figures; None means this machine."""
     token = PLANNED.set(cluster)
     try:
         yield
@@ -48,7 +48,7 @@ def planned_for(cluster: Cluster | None) -> Iterator[None]:
 
 
 def here() -> str:
-    """Return the name of the machine that the questions below are answered for."""
+    """Return the name of the machine that the queries below refer to."""
     return str(PLANNED.get() or "this machine")
 
 
@@ -64,7 +64,7 @@ def choose_device(name: str) -> "torch.device":
 
 
 def has_bfloat16() -> bool:
-    """Return True if CUDA devices support bfloat16 natively, or if there are no devices to ask."""
+    """Return True if CUDA devices support bfloat16 natively, or if there are none."""
     import torch
 
     if planned := PLANNED.get():
@@ -85,7 +85,7 @@ def device_count(name: str) -> int | None:
 
 
 def device_memory(name: str, free: bool = False) -> int | None:
-    """Return the bytes of this process's CUDA device, or its `free` ones; None if the configured `device` is not
+    """Return the bytes of this process's CUDA device, or its `free` bytes; None if the configured `device` is not
     present.
     """
     import torch
@@ -125,7 +125,7 @@ def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
     for pool in pools:
         for number in range(pool.workers):
             block = tuple(range(first, first + shared[pool.name]))
-            # Engines have the end of the block, so that the process's own device is shared last.
+            # Engines take devices from the end of the block, so that the process's device is shared last.
             size = pool.engine_devices
             engine_block = block[len(block) - pool.engines * size :] if block else ()
             engines = (

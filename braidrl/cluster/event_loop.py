@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class Runner(AbstractContextManager["Runner"]):
-    """An `asyncio.Runner` whose coroutines interrupts cancel.
+    """An `asyncio.Runner` whose coroutines are cancelled by interrupts.
 
     Inside a running event loop they run in a separate thread.
     """
 
     def __init__(self) -> None:
-        # With a factory, asyncio keeps the caller's event loop as the thread's current one.
+        # With a factory, asyncio leaves the caller's event loop as the thread's current one.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -65,7 +65,7 @@ class Runner(AbstractContextManager["Runner"]):
                 raise KeyboardInterrupt from None
             raise
         finally:
-            # An interrupt may come before the loop: Python would warn of coroutines that were never awaited.
+            # An interrupt may arrive before the loop starts: Python would warn of coroutines that were never awaited.
             for coroutine in (guarded, work):
                 if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
                     coroutine.close()
@@ -82,7 +82,7 @@ class Runner(AbstractContextManager["Runner"]):
 
 
 def outside_of_loops(work: Callable[[], T]) -> T:
-    """Return `work()`, called in a separate thread if an event loop runs in this one."""
+    """Return the result of `work()`; if an event loop runs in this thread, call it in a separate thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -99,7 +99,7 @@ def outside_of_loops(work: Callable[[], T]) -> T:
 
 @asynccontextmanager
 async def all_or_none() -> AsyncIterator[asyncio.TaskGroup]:
-    """Wait for all tasks of a group; after an exception cancel the others and raise it."""
+    """Wait for all tasks of a group; after an exception cancel the rest and raise it."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

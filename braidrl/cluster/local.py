@@ -77,12 +77,12 @@ SERVER_IS_GONE = 255
 
 
 class LocalProcess(Process):
-    """A process of this machine, with the starter's end of the connection to it: a copy of the fork server."""
+    """A process of this machine and the parent's end of its connection; by default a copy of the fork server."""
 
     pid: int = 0
 
     def __init__(self, spec: ProcessSpec, connection: Connection, process: Any) -> None:
-        """Watch a started process of multiprocessing or subprocess, and send it its task if `spec` has one."""
+        """Watch a process started by multiprocessing or subprocess, and send it its task if `spec` has one."""
         self.name, self.connection, self.pid, self._process = spec.name, connection, process.pid, process
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
@@ -90,13 +90,13 @@ class LocalProcess(Process):
         self.hung_up = False
         """True when no more messages can arrive."""
         if spec.arguments is not None:
-            with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
+            with contextlib.suppress(OSError):  # If the process has already ended, waiting for its outcome reports it.
                 connection.send_bytes(pack_message(spec))
 
     @property
     def status(self) -> int | None:
         """Return the exit status, negative for a signal; None while it runs."""
-        # The fork server reports how its copies ended. If the server was killed, its copies live on and only this
+        # The fork server reports how its copies ended. If the server was killed, its copies keep running and only this
         # status arrives.
         status: int | None = self._process.exitcode
         return None if status == SERVER_IS_GONE and not has_ended(self.pid) else status
@@ -217,10 +217,11 @@ class Spawned(LocalProcess):
 
 
 def from_server(spec: ProcessSpec) -> LocalProcess:
-    """Fork from the fork server, a process that has imported the entry's modules. No thread or device is copied.
+    """Fork from the fork server, a process that has imported the entry's modules.
 
-    A process has one server, whose imports are fixed at its start. A copy that starts copies itself has its own server:
-    a copy of itself at its start if `spec.starts` names modules, else a fresh interpreter.
+    No thread or device is copied. A process has one server, whose imports are fixed at its start. A copy that starts
+    further copies has its own server: a fork of itself at its start if `spec.starts` names modules, otherwise a fresh
+    interpreter.
     """
     context = multiprocessing.get_context("forkserver")
     modules = [name.partition(":")[0] for name in (spec.entry, spec.also_calls) if name]
@@ -280,10 +281,10 @@ def _copied(
 def copy_as_fork_server(modules: Iterable[str]) -> bool:
     """Fork this process as the fork server for it and its descendants; return True if that was possible.
 
-    By default multiprocessing starts a fresh interpreter as its fork server, and that imports everything again. Call
-    this before this process computes, starts a thread or opens anything private: threads, locks and devices do not
-    survive a fork. If it is too late, this does nothing and multiprocessing starts its own server when needed.
-    `modules` are imported first, for the copies to run.
+    By default multiprocessing starts a fresh interpreter as its fork server, which imports everything again. Call this
+    before this process computes, starts a thread or opens private files: threads, locks and devices do not survive a
+    fork. If it is too late, this does nothing and multiprocessing starts its default server when needed. `modules` are
+    imported first, for the copies to run.
     """
     if threading.active_count() > 1:
         return False
@@ -307,7 +308,7 @@ def _fork_as(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) 
         kept = {*descriptors, 0, 1, 2}
         try:
             with contextlib.suppress(OSError):
-                # The other one is multiprocessing's resource tracker, which frees resources that dead processes leave.
+                # The other call starts multiprocessing's resource tracker, which frees resources of dead processes.
                 Path("/proc/self/comm").write_text(FORK_SERVER if "forkserver" in program else "tracker")
             # The kernel sends SIGCONT when the parent ends: a stopped process could not notice it and end.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
@@ -320,7 +321,7 @@ def _fork_as(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) 
             for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - kept - {nothing}:
                 os.dup2(nothing, descriptor, inheritable=False)
             exec(program, {})
-        except EOFError:  # a client without room for descriptors: it says so itself
+        except EOFError:  # a client without free descriptors reports this itself
             pass
         except Exception:
             sys.excepthook(*sys.exc_info())

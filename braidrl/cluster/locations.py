@@ -1,11 +1,12 @@
-"""Tells the store where the ranks are, for the message after a failed collective: one message a machine and second.
+"""Reports the locations of ranks to the store, for the error after a failed collective: one message per machine and
+second.
 
 rank ──datagram each second──▶ speaker, a rank of the machine ──if they have changed──▶ store: `places/N`
      ◀──newest membership──────                               ◀──newest membership──
 
 The speaker has bound an address of the run, which the kernel frees when its process ends: then another rank binds it.
-Any user of the machine can send to these addresses; the kernel tells whose a message is, and others' are not read.
-After a failure each rank writes its own location, so that a frozen speaker hides no other rank.
+Any user of the machine can send to these addresses; the kernel reports the sender, and messages of other users are
+ignored. After a failure each rank writes its own location, so that a frozen speaker hides no other rank.
 """
 
 import errno
@@ -30,7 +31,7 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class Location(NamedTuple):
-    """A rank, the number of its collectives so far, and its present activity."""
+    """A rank, its number of collectives so far, and its current activity."""
 
     rank: int
     meetings: int
@@ -38,10 +39,10 @@ class Location(NamedTuple):
 
 
 class Locations:
-    """The locations of a machine's ranks, as a thread of each rank sends them."""
+    """The locations of a machine's ranks, sent by a thread of each rank."""
 
     def __init__(self, store: dist.Store) -> None:
-        """Take the store in which the ranks of all machines find them."""
+        """Take the store through which the ranks of all machines exchange locations."""
         self.store, self.speaks, self._number = store, False, 0
         self._address = f"\0braid-{put_first(store, 'name of machines', uuid.uuid4().hex)}"
         self._heard, self._sent = dict[int, Location](), dict[int, Location]()
@@ -57,7 +58,9 @@ class Locations:
 
     def exchange(self, location_here: Location, seconds: float, newest: Callable[[], int]) -> int:
         """Exchange locations with the machine's other ranks for some seconds; return the number of the newest
-        membership, which the speaker gets from `newest`.
+        membership.
+
+        The speaker gets that number from `newest`.
         """
         self._tell(location_here)
         newest_number, end = 0, time.monotonic() + seconds
@@ -84,7 +87,7 @@ class Locations:
         return newest_number
 
     def _tell(self, location: Location) -> None:
-        """Send this rank's location to the speaker, or become it if there is none."""
+        """Send this rank's location to the speaker; become the speaker if there is none."""
         if not self.speaks:
             try:
                 if not self._socket.getsockname():
@@ -95,12 +98,12 @@ class Locations:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     return
-                # A system without such addresses: each rank writes its own location.
+                # A system without such addresses: each rank writes its location.
             self.speaks = True
         self._heard[location.rank] = location
 
     def _sends(self, message: object, address: str | bytes) -> bool:
-        """Send a datagram; return False if no process has the address."""
+        """Send a datagram; return False if no process is bound to the address."""
         try:
             self._socket.sendto(pack_message(message), address)
         except BlockingIOError:  # its queue is full, and the message is repeated in a second
@@ -111,7 +114,7 @@ class Locations:
 
 
 def received(ready: socket.socket) -> tuple[bytes, bytes]:
-    """Return a datagram and its sender's address. Raises ValueError for one of another user."""
+    """Return a datagram and its sender's address. Raises ValueError for a datagram of another user."""
     message, about, _, sender = ready.recvmsg(MOST_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
     users = [CREDENTIALS.unpack(data)[1] for _, kind, data in about if kind == socket.SCM_CREDENTIALS]
     if users != [os.getuid()]:
@@ -120,7 +123,7 @@ def received(ready: socket.socket) -> tuple[bytes, bytes]:
 
 
 def write(store: dist.Store, locations: list[Location], number: int = 0) -> int:
-    """Write locations to the store, in place of those with a number; return their number."""
+    """Write locations to the store, in place of those with a number; return the new number."""
     number = number or count_at(store, "machines", 1)
     put_message(store, f"places/{number}", locations)
     return number

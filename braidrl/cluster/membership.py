@@ -4,9 +4,9 @@ launcher ──without a dead member──╮
                                   ├──▶ store: membership 0, 1, 2, ... ──▶ ranks: leave their groups, join new ones
 first rank ──with one that waits──╯
 
-A membership never changes: who writes a number first decides it. The process groups of a membership have keys of their
-own in the store, so that a late message of an earlier one is not read. How often lost processes are replaced is limited
-by a budget per hour.
+A membership never changes: the first writer of a number decides it. The process groups of a membership have separate
+keys in the store, so that a late message of an earlier one is not read. How often lost processes are replaced is
+limited by a budget per hour.
 """
 
 import time
@@ -37,25 +37,25 @@ class Membership:
 
 
 def member_name(number: int, starts: int) -> str:
-    """Return the name of a rank's process: its number, and how often that was started before."""
+    """Return the name of a rank's process: its number, and its earlier starts."""
     return f"{number}.{starts}"
 
 
 def newest(store: dist.Store, membership: Membership) -> Membership:
-    """Return the newest membership, which is `membership` or a later one, without waiting."""
+    """Return the newest membership, `membership` or a later one, without waiting."""
     while has_message(store, key := f"membership/{membership.number + 1}"):
         membership = Membership(membership.number + 1, tuple(text_at(store, key).split(",")))
     return membership
 
 
 def propose(store: dist.Store, membership: Membership, members: Sequence[str]) -> Membership:
-    """Propose the next membership; return the first proposal that was written."""
+    """Propose the next membership; return the proposal that was written first."""
     written = put_first(store, f"membership/{membership.number + 1}", ",".join(members))
     return Membership(membership.number + 1, tuple(written.split(",")))
 
 
 def without(store: dist.Store, membership: Membership, dead: Collection[str]) -> Membership:
-    """Return the newest membership, which lacks the dead members."""
+    """Return the newest membership, from which the dead members are removed."""
     while not set(dead).isdisjoint((membership := newest(store, membership)).members):
         membership = propose(store, membership, [member for member in membership.members if member not in dead])
     return membership
@@ -72,7 +72,7 @@ def note_death(store: dist.Store, member: str) -> None:
 
 
 def waiting(store: dist.Store, membership: Membership) -> list[str]:
-    """Return the processes that live and wait to become members."""
+    """Return the living processes that wait to become members."""
     numbers = range(1, count_at(store, WAITING) + 1)
     came = [message_at(store, key, str) for key in (f"{WAITING}/{number}" for number in numbers)]
     return [
@@ -81,23 +81,23 @@ def waiting(store: dist.Store, membership: Membership) -> list[str]:
 
 
 def note_work(store: dist.Store, member: str, rows: Sequence[Uid]) -> None:
-    """Record the rows that a process works on, in case they end it."""
+    """Record the rows that a process works on, in case they kill it."""
     put_message(store, f"work/{member}", rows)
 
 
 def work_of(store: dist.Store, member: str) -> list[Uid]:
-    """Return the rows that a process had in work when it ended."""
+    """Return the rows that a process was working on when it ended."""
     rows: list[Uid] = message_at(store, key, list[Uid]) if has_message(store, key := f"work/{member}") else []
     return rows
 
 
 def note_isolated(store: dist.Store, isolated: Isolated) -> None:
-    """Record the rows that run alone, and the rows that are left out."""
+    """Record the rows that run alone, and the rows that are skipped."""
     put_message(store, "isolated", isolated)
 
 
 def isolated_rows(store: dist.Store) -> Isolated:
-    """Return the rows that run alone, and the rows that are left out."""
+    """Return the rows that run alone, and the rows that are skipped."""
     isolated: Isolated = message_at(store, "isolated", Isolated) if has_message(store, "isolated") else ([], [])
     return isolated
 
@@ -106,11 +106,11 @@ class Members:
     """The launcher's view of a group's members, without dead processes."""
 
     def __init__(self, store: dist.Store, members: Iterable[str] = ()) -> None:
-        """Begin with membership 0."""
+        """Start with membership 0."""
         self.store, self.known, self.dead = store, Membership(0, tuple(members)), set[str]()
 
     def lose(self, member: str) -> None:
-        """Record a dead process, and take it out of the membership."""
+        """Record a dead process, and remove it from the membership."""
         self._note(member)
         self.look()
 
@@ -120,7 +120,9 @@ class Members:
             self.known = without(self.store, self.known, self.dead)
 
     def change(self, dead: Iterable[str] = (), new: Iterable[str] = ()) -> None:
-        """Write the next membership, also with the same members; the launcher alone writes memberships then."""
+        """Write the next membership, possibly with the same members; from then on only the launcher writes
+        memberships.
+        """
         for member in dead:
             self._note(member)
         self.known = propose(self.store, self.known, [*self.living, *new])
@@ -140,10 +142,10 @@ class Members:
 
 
 class RepairBudget:
-    """The repairs of the last hour: if more are needed, the losses have a common cause."""
+    """A limit on repairs per hour: more of them have a common cause."""
 
     def __init__(self, per_hour: int, key: str) -> None:
-        """Begin without repairs; `key` is the configuration's key of `per_hour`."""
+        """Start without repairs; `key` is the configuration key of `per_hour`."""
         self.per_hour, self.key = per_hour, key
         self._times = deque[float]()
 

@@ -1,4 +1,4 @@
-"""Collectives of messages over the connections of a group, in which each rank speaks to few others.
+"""Collectives of messages over the connections of a group, in which each rank communicates with few others.
 
 all-gather   Bruck (1997): in round k a rank sends its first 2^k blocks to rank r - 2^k, and receives as many of rank
              r + 2^k; after ceil(log2 N) rounds it has all blocks, from twice as many neighbours
@@ -7,7 +7,7 @@ broadcast    down that tree
 exchange     one message for each receiver, from each known sender
 
 Gloo's own all-gather and all-reduce are rings of N - 1 messages one after the other, and its all-to-all connects every
-pair of ranks. A message is a frame of fixed size with its beginning, and a second one with the rest if it is longer.
+pair of ranks. A message is a frame of fixed size, and a second one with the remainder if it is longer.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +27,7 @@ FRAME, HEAD = 512, 16
 class Peers:
     """The members of a process group as partners of single messages. All members make the same calls in one order.
 
-    The sign of a call is the same on all ranks. Raises RuntimeError for a partner that makes another call, or that does
+    A call has the same tag on all ranks. Raises RuntimeError for a partner that makes a different call, or that does
     not answer within the group's time limit.
     """
 
@@ -52,8 +52,9 @@ class Peers:
         return [blocks[(rank - self.rank) % self.size].numpy().data for rank in range(self.size)]
 
     def all_gather_rows(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return the rows (B, W) of all ranks, in their order; `rows` (K, W) are this one's, and `counts` (N,) says
-        how many each has.
+        """Return the rows (B, W) of all ranks, in their order.
+
+        `rows` (K, W) are those of this rank; `counts` (N,) has every rank's number of rows.
         """
         width = rows.shape[1]
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.roll(-self.rank).cumsum(0)]).tolist()
@@ -88,7 +89,7 @@ class Peers:
     def exchange(self, messages: Mapping[int, Buffer], senders: Collection[int], sign: int) -> dict[int, memoryview]:
         """Send a message to each rank in `messages`; return the messages from `senders` by rank.
 
-        All ranks come together first: a rank that hangs elsewhere is noticed on connections that are open.
+        A barrier comes first, so that a hanging rank is detected on open connections.
         """
         self.reduce(b"", lambda mine, _: mine, sign)
         works: list[tuple[dist.Work, Tensor]] = []
@@ -100,7 +101,7 @@ class Peers:
         return received
 
     def _children(self) -> Iterator[int]:
-        """Yield the ranks whose parent in the tree is this one, the nearest first."""
+        """Yield the children of this rank in the tree, nearest first."""
         for distance in distances(self.size):
             if self.rank % (2 * distance):
                 return
@@ -108,11 +109,11 @@ class Peers:
                 yield self.rank + distance
 
     def _parent(self) -> int:
-        """Return the rank without the lowest bit that is set."""
+        """Return the parent in the tree: the rank with its lowest set bit cleared."""
         return self.rank & (self.rank - 1)
 
     def _shift(self, sent: Tensor, to: int, received: Tensor, sender: int) -> None:
-        """Send a tensor to one rank while another one's comes."""
+        """Send a tensor to one rank while receiving from another."""
         work = self.group.send([sent], to, TAG) if sent.numel() else None
         if received.numel():
             self.group.recv([received], sender, TAG).wait(self.limit)
@@ -142,7 +143,7 @@ class Peers:
 
     def _check(self, sender: int, received: int, sign: int) -> None:
         if received != sign:
-            raise RuntimeError(f"rank {sender} came to another meeting: the ranks have not made the same calls")
+            raise RuntimeError(f"rank {sender} made another call: all ranks must make the same calls")
 
 
 def distances(size: int) -> Iterator[int]:

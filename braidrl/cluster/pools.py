@@ -32,9 +32,9 @@ class Pool:
     engine_devices: int = 1
     generating: tuple[str, ...] = ()
     kind: str | None = None
-    """Kind of its devices, if only one will do."""
+    """Required kind of its devices, if any."""
     nodes: int | None = None
-    """Number of nodes that share its processes equally, if given."""
+    """Number of nodes that share its processes equally, if set."""
 
     @property
     def name(self) -> str:
@@ -103,7 +103,7 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
                 )
             if role != model and model in pool.roles:
                 raise UserError(
-                    f"placement: pool {number} has {role} beside {model}, which generates there anyway; remove {role}"
+                    f"placement: pool {number} has {role} with {model}, which generates there anyway; remove {role}"
                 )
             if role in placed:
                 raise UserError(

@@ -29,7 +29,7 @@ END_LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a process did not do its task."""
+    """The reason why a process failed its task."""
 
     kind: str
     """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, preempted (asked to leave), or
@@ -38,7 +38,7 @@ class Failure:
     message: str
     """Text for the user; for an error with the process's traceback."""
     follows: bool = False
-    """True if the process only noticed that other ranks were gone."""
+    """True if the failure is only that other ranks were lost."""
 
     def error(self) -> BaseException:
         """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or
@@ -78,7 +78,7 @@ class ProcessSpec:
     arguments: Mapping[str, Any] | None = None
     """Values that the message codec supports."""
     orphaned: str = ""
-    """`module:function`, called with the arguments when the parent is gone, just before the process ends too."""
+    """`module:function`, called with the arguments when the parent has ended, just before this process ends."""
     python: str = sys.executable
     threads: int | None = None
     """CPU threads (OMP_NUM_THREADS); None keeps the parent's environment."""
@@ -88,13 +88,13 @@ class ProcessSpec:
     inherits: tuple[str, ...] | None = None
     """Variables that it inherits from the parent; None for all."""
     wrapper: Sequence[str] = ()
-    """A command that starts the interpreter, whose command line is appended to its own."""
+    """A command that starts the interpreter; the interpreter's command line is appended to it."""
     descriptors: Sequence[int] = ()
     """Open files of the parent that `wrapper` reads."""
     also_calls: str = ""
     """`module:function` that the entry calls; a fork server imports its module too."""
     starts: tuple[str, ...] = ()
-    """Modules of the processes that it starts itself from its own fork server on this machine."""
+    """Modules of the processes that it starts from its own fork server on this machine."""
 
     @property
     def main(self) -> str:
@@ -108,7 +108,7 @@ def interrupts_handled(
 ) -> Iterator[None]:
     """Call `handle` for these signals inside the block.
 
-    Python allows this only in the main thread; elsewhere do nothing.
+    Python allows this only in the main thread; in others this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -122,7 +122,7 @@ def interrupts_handled(
 
 
 def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of a process started from the environment `starter`; it must be set before torch is
+    """Return the full environment of a process started from the environment `starter`; it must be set before torch is
     imported.
     """
     environment = dict(spec.environment)
@@ -171,37 +171,37 @@ class Process(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Return True while it works."""
+        """Return True while it runs."""
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return its last message; None while it works, or if it ended without one."""
+        """Return its last message; None while it runs, or if it ended without one."""
 
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
         """Kill it if no heartbeat or no progress was received for `limit_s` seconds; return True if it was killed.
 
-        For progress the limit is at least ten times the longest recent time without any. `describe_end` then says so,
-        and its stack is in the run's `folder`.
+        For progress the limit is at least ten times the longest recent interval. After a kill `describe_end` reports
+        it, and the stack is in the run's `folder`.
         """
 
     def describe_end(self) -> str:
         """Describe in a few words why it ended."""
 
     def interrupt(self) -> None:
-        """Pass Ctrl-C on to it."""
+        """Forward Ctrl-C to it."""
 
     def hang_up(self) -> None:
-        """Ask it to end, without waiting."""
+        """Request its end, without waiting."""
 
     def kill(self) -> None:
         """Kill it and wait for its end."""
 
     def close(self, limit_s: float = END_LIMIT_S) -> None:
-        """Wait for its end, kill it after `limit_s`, and free its resources here."""
+        """Wait for its end, kill it after `limit_s` seconds, and free its resources here."""
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run, each with its own devices."""
+    """Starts the processes of a run, each with its devices."""
 
     ip: str = LOOPBACK
     """The address at which other processes reach this one."""
@@ -217,11 +217,11 @@ class Launcher(Protocol):
         return True
 
     def node_of(self, pool: str, number: int) -> str:
-        """Return the name of the node that the process with this number in a pool will run on."""
+        """Return the name of the node for the process with this number in a pool."""
         return self.node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        """Construct `service(node, ip, *arguments)` on every reserved node but this one, until `close`; return their
+        """Construct `service(node, ip, *arguments)` on every other reserved node, until `close`; return their
         `place()`s.
         """
         return []
@@ -233,4 +233,4 @@ class Launcher(Protocol):
         """Wait at most `seconds` for a process to finish or die; return all processes that have."""
 
     def close(self) -> None:
-        """Free what was reserved. The callers of `start` close their processes."""
+        """Release the reservations. The callers of `start` close their processes."""

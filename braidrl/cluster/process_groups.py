@@ -1,6 +1,6 @@
 """Process groups, and the single time limit of all waits in them.
 
-open_store ──address──▶ connect_store         one process opens it, the others connect; they leave messages there
+open_store ──address──▶ connect_store         one process opens it, the others connect; they exchange messages there
 join_group ──▶ the group of all ranks         its limit applies to all groups made from it
 subgroup, mesh_of, background_group, group_between
 """
@@ -75,7 +75,7 @@ def connect_store(host: str, port: int, limit_s: float, prefix: str = "") -> dis
     return dist.PrefixStore(prefix, store) if prefix else store
 
 
-# Notices: processes that meet at a store leave them there for others, which look for them from time to time.
+# Notices: processes leave them in a store for others, which poll for them.
 
 
 def put_message(store: dist.Store, key: str, value: Any = None) -> None:
@@ -89,23 +89,23 @@ def has_message(store: dist.Store, *keys: str) -> bool:
 
 
 def message_at(store: dist.Store, key: str, type: Any = Any) -> Any:
-    """Return the message of this type at a key; wait for it, at most as long as the store does."""
+    """Return the message of this type at a key; wait for it up to the store's time limit."""
     return unpack_message(store.get(key), type)
 
 
 def put_first(store: dist.Store, key: str, text: str) -> str:
-    """Put a text at a key unless it has one; return the key's text."""
+    """Put a text at a key unless it has one; return the text at the key."""
     written: bytes = store.compare_set(key, "", text)
     return written.decode()
 
 
 def text_at(store: dist.Store, key: str) -> str:
-    """Return the text that `put_first` has left at a key."""
+    """Return the text at a key, written by `put_first`."""
     return store.get(key).decode()
 
 
 def count_at(store: dist.Store, key: str, more: int = 0) -> int:
-    """Add to the number at a key, which begins at 0, and return the sum."""
+    """Add to the number at a key, initially 0, and return the sum."""
     return int(store.add(key, more))
 
 
@@ -120,9 +120,9 @@ def join_group(
     if host and (interface := interface_of(address_towards(host))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=limit_s)
-    # Ranks of a large group connect when they first speak: a rank has as many open files as it has connections.
+    # Ranks of a large group connect on first use: a rank has as many open files as it has connections.
     is_lazy = size > LAZY_FROM or size * GROUPS_OF_A_RANK > raised_open_files() // 2
-    # Every group that this process makes takes its connections in the same way.
+    # Every group of this process connects in the same way.
     os.environ[LAZY] = str(int(is_lazy))
     put_message(store, f"came/{rank}")
     try:
@@ -132,8 +132,8 @@ def join_group(
         raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late) or 'that came'} to join: {error}") from error
     assert dist.group.WORLD is not None
     if is_lazy:
-        # Gloo waits for a first connection up to five times as long as for data, so those of messages are opened while
-        # all are here.
+        # Gloo waits for a first connection up to five times as long as for data, so connections for messages are opened
+        # while all ranks are present.
         Peers(dist.group.WORLD).all_gather(b"", 0)
     return dist.group.WORLD
 
@@ -149,7 +149,7 @@ def raised_open_files() -> int:
 
 
 def abort_groups() -> None:
-    """End all collectives of this process, in every group; the groups cannot be used any more."""
+    """End all collectives of this process, in every group; the groups become unusable."""
     for group in list(_world.pg_names):
         with suppress(RuntimeError):
             group.abort()
@@ -158,7 +158,8 @@ def abort_groups() -> None:
 def destroy_groups() -> None:
     """Forget all groups after `abort_groups`, and DTensor's cached results, which refer to meshes of the groups.
 
-    A later mesh of as many ranks is equal to such a mesh, and would get its groups and this process's place in it.
+    A later mesh of as many ranks is equal to such a mesh, and would get its groups and this process's coordinates in
+    it.
     """
     # Imported here: most processes have no DTensors.
     from torch.distributed.tensor import _redistribute
@@ -174,10 +175,10 @@ def destroy_groups() -> None:
 
 
 def drop_unused(groups: list[dist.ProcessGroup]) -> None:
-    """Drop each group when nothing else refers to it.
+    """Drop each group when there are no other references to it.
 
-    The last reference waits for the group's collectives, and `abort` does not always end one of gloo: a thread that
-    sends just then is not woken before the group's time limit.
+    The last reference waits for the group's collectives, and `abort` does not always end one of gloo: a thread that is
+    sending is not woken before the group's time limit.
     """
     while groups:
         time.sleep(DROP_EVERY_S)
@@ -228,7 +229,7 @@ def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMe
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return a second CPU group of all ranks, for work of a thread beside the main one."""
+    """Return a second CPU group of all ranks, for a thread that runs concurrently with the main one."""
     group = dist.new_group(backend="gloo", timeout=limit_of_all())
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -240,8 +241,8 @@ def group_between(
     """Return a group outside the group of all ranks, usable by torch.distributed functions; a process may be in
     several.
 
-    The arguments are those of `join_group`, but `address` is this machine's own, for gloo. With `cuda` NCCL is used
-    between devices.
+    The arguments are those of `join_group`, except that `address` is this machine's address, for gloo. With `cuda` NCCL
+    is used between devices.
     """
     group, kinds = dist.ProcessGroup(dist.PrefixStore("between", store), rank, size), dist.ProcessGroup.BackendType
     limit = timedelta(seconds=limit_s)

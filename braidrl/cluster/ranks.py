@@ -3,8 +3,8 @@
 run_ranks ──task──▶ rank 0 ... rank N-1        through the launcher: on this machine, or on a Ray cluster
           ◀──result or failure──
 
-A failure in one rank stops the others. The user sees the failure that came first, not its consequences. But ranks may
-go on without one that was killed, and take it in again when it is back (`membership.py`).
+A failure in one rank stops the others. The user sees the failure that came first, not its consequences. Ranks may
+continue without one that was killed, and admit it again after its restart (`membership.py`).
 """
 
 import secrets
@@ -52,9 +52,9 @@ def run_ranks(
 
     `workers` is a number, or a pool if the ranks start engines; by default they are local processes. In the task, a
     JSON object, `cuda` says whether they compute on CUDA devices. A rank waits for others at most `limit_s` seconds,
-    and is killed after `silence_s` seconds without a heartbeat. The others go on after a loss as long as there are
-    `repairs` left, and the lost rank is started again. Rows with which ranks end are recorded in `deaths`. Raises the
-    failure of the rank that failed first; all processes have then ended.
+    and is killed after `silence_s` seconds without a heartbeat. The others continue after a loss while `repairs` are
+    left, and the lost rank is restarted. Rows with which ranks die are recorded in `deaths`. Raises the failure of the
+    rank that failed first; all processes have then ended.
     """
     repairs = repairs or RepairBudget(0, "trainer.max_restarts")
     # Another client of the store cannot guess the ranks' key prefix.
@@ -120,7 +120,7 @@ class Renewal:
     def __init__(
         self, store: dist.Store, start: Callable[[int, int], Process], repairs: RepairBudget, deaths: RowDeaths
     ) -> None:
-        """Begin without members; `start(rank, starts)` starts a rank that has been started `starts` times."""
+        """Start without members; `start(rank, starts)` starts a rank that has been started `starts` times."""
         self.members, self._start, self.repairs, self.deaths = Members(store), start, repairs, deaths
         note_isolated(store, deaths.isolated())
         self.starts: dict[Process, tuple[int, int]] = {}
@@ -133,7 +133,7 @@ class Renewal:
         self.members = Members(self.members.store, (member_name(*starts) for starts in self.starts.values()))
 
     def is_member(self, process: Process) -> bool:
-        """Return True if a process is one of the ranks, and False if it waits to become one."""
+        """Return True if a process is one of the ranks, and False if it waits to join them."""
         return member_name(*self.starts[process]) in self.members.known.members
 
     def goes_on(self, lost: Process, failure: Failure) -> bool:
@@ -155,14 +155,14 @@ class Renewal:
         return True
 
     def _record_rows(self, lost: Process) -> None:
-        """Record the rows that a lost process had in work, before the others continue."""
+        """Record the rows that a lost process was working on, before the others continue."""
         rows = work_of(self.members.store, member_name(*self.starts[lost]))
         for row in self.deaths.record("rank", rows):
             tell(left_out_line(row, "ranks", lost.describe_end()))
         note_isolated(self.members.store, self.deaths.isolated())
 
     def _forget(self, process: Process) -> tuple[int, int]:
-        """Take a dead process out of the membership; return its number, and how often it was started before."""
+        """Remove a dead process from the membership; return its number, and its earlier starts."""
         number, starts = self.starts.pop(process)
         self.members.lose(member_name(number, starts))
         return number, starts
@@ -171,8 +171,8 @@ class Renewal:
 def supervise(
     launcher: Launcher, renewal: Renewal, interrupts: Sequence[int], silence_s: float, killed: Sequence[str]
 ) -> Any:
-    """Wait for all ranks and return the first one's result, or raise the first failure; `killed` has lines on frozen
-    processes.
+    """Wait for all ranks and return the first one's result, or raise the first failure; `killed` has log lines about
+    frozen processes.
     """
     silent, outcomes = list(renewal.starts), dict[Process, Outcome]()
     deadline, passed_on = float("inf"), 0
@@ -208,7 +208,7 @@ def supervise(
         first = min(failures, key=lambda f: (f.follows, f.kind == "interrupted"))
         error = first.error()
         if isinstance(error, LostProcess):
-            # The loss after which the others could not go on.
+            # The loss after which the others could not continue.
             error.is_counted = first.follows and renewal.losses > 0
         raise error
     return outcomes[next(rank for rank in renewal.starts if rank in outcomes)].result

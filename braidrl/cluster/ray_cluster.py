@@ -38,7 +38,7 @@ def import_ray(needed_by: str = "runtime=hybrid") -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The driver reports the first failure; Ray would print the consequent ones too.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # By default Ray lowers its workers' priority: beside two busy programs they got a thirtieth of two cores.
+    # By default Ray lowers its workers' priority: with two other busy programs they got a thirtieth of two cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
     return importlib.import_module("ray")
 
@@ -56,7 +56,9 @@ class Reservation:
 def room_for(
     nodes: Mapping[str, Mapping[str, float]], taken: Sequence[Reservation], cpus: int = 1, gpus: int = 0
 ) -> int:
-    """Return how many more workers of `cpus` and `gpus` each fit on the nodes, beside the reservations in `taken`."""
+    """Return how many more workers of `cpus` and `gpus` each fit on the nodes, in addition to the reservations in
+    `taken`.
+    """
     free = {node: [resources.get(kind, 0.0) for kind in ("CPU", "GPU")] for node, resources in nodes.items()}
     for reservation in taken:
         if reservation.node in free:
@@ -82,7 +84,7 @@ class RayCluster:
     """
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
-        """Use the current connection, else connect to or start a cluster. Raises UserError if that fails."""
+        """Use the current connection, or connect to a cluster, or start one. Raises UserError if that fails."""
         self.ray, self.config = import_ray(), config
         self.started = not self.ray.is_initialized()
         self.groups: list[Any] = []
@@ -122,7 +124,7 @@ class RayCluster:
         self.devices = int(resources.get(self.kind, 0))
 
     def reserve(self, pools: Sequence[Pool]) -> list[list[Reservation]]:
-        """Return the place of each rank of each pool, in the order of nodes.
+        """Return the reservation of each rank of each pool, in the order of nodes.
 
         Raises UserError if devices are missing or stay occupied.
         """
@@ -190,7 +192,7 @@ class RayCluster:
         }
 
     def release(self, places: Sequence[Reservation]) -> None:
-        """Give back what the places of a pool take."""
+        """Release the reservations of a pool."""
         for group in {id(g): g for reservation in places if (g := reservation.strategy.placement_group)}.values():
             self.ray.util.remove_placement_group(group)
             self.groups = [kept for kept in self.groups if kept.id != group.id]
@@ -214,7 +216,7 @@ class RayCluster:
         return actor
 
     def start_on(self, node: str, service: type, *arguments: Any) -> Any:
-        """Start an actor that needs no CPU on the node with this id."""
+        """Start an actor without CPUs on the node with this id."""
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         return self.start(service, Reservation(node, strategy, 0), *arguments)
 
@@ -225,9 +227,9 @@ class RayCluster:
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
     def look(self) -> None:
-        """Record heartbeats and ask again, at most once a second.
+        """Record heartbeats and request new ones, at most once a second.
 
-        Raises WorkerError if one of Ray's own processes is gone.
+        Raises WorkerError if one of Ray's processes has ended.
         """
         if self.lost:
             raise WorkerError(self.lost)
@@ -267,7 +269,9 @@ class RayCluster:
             for actor in self.actors:
                 if (silence := self.silence(actor)) > mute_after(self.config.silence_s):
                     name = self.names.get(actor._actor_id.hex(), "an actor")
-                    raise LostProcess(f"{name} has said nothing for {silence:.0f} s; go on with `braid train --resume`")
+                    raise LostProcess(
+                        f"{name} has sent no heartbeat for {silence:.0f} s; go on with `braid train --resume`"
+                    )
             if done:
                 # One call for all references: many workers answer together, and each call scans all of them.
                 done = self.ray.wait(list(references), num_returns=len(references), timeout=0)[0]
@@ -275,7 +279,7 @@ class RayCluster:
                 return done
 
     def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
-        """Ask actors for a heartbeat; return the dead actors, and those without an answer in time, which may only be
+        """Request heartbeats of actors; return the dead actors, and those without an answer in time, which may only be
         busy.
         """
         actor_of = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
@@ -291,11 +295,10 @@ class RayCluster:
         return dead, [actor_of[reference] for reference in silent]
 
     def end(self, actors: Sequence[Any], processes: Sequence[int] = (), names: Sequence[str] = ()) -> None:
-        """End actors at once, free their bundles, and wait until their `names` are free. Raises WorkerError if one
-        stays taken.
+        """Kill actors, free their bundles, and wait until their `names` are free.
 
-        `processes` are their own, if known and on this machine: Ray alone cannot end a process that a signal has
-        stopped.
+        Raises WorkerError if a name stays taken. `processes` are those of the actors, if known and on this machine: Ray
+        alone cannot end a process that a signal has stopped.
         """
         for actor in actors:
             self.ray.kill(actor)
@@ -316,7 +319,7 @@ class RayCluster:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """Give every worker a moment to clean up, end it, and free its device."""
+        """Give every worker time to clean up, then end it, and free its device."""
         if not self.ray.is_initialized():
             return
         if self.lost:
@@ -331,7 +334,7 @@ class RayCluster:
         for actor in self.actors:
             self.ray.kill(actor)
         for group in self.groups:
-            # If the cluster is gone, so are its placement groups.
+            # If the cluster has ended, so have its placement groups.
             with contextlib.suppress(self.ray.exceptions.RayError):
                 self.ray.util.remove_placement_group(group)
         self.actors, self.groups = [], []

@@ -19,7 +19,7 @@ from braidrl.config import ClusterConfig
 
 
 class ProcessActor:
-    """An actor that starts one process beside itself, receives its outcome, and ends it."""
+    """An actor that starts a process on its node, receives its outcome, and ends it."""
 
     def __init__(self, spec: ProcessSpec, silence_s: float) -> None:
         """Start the process. It is killed after `silence_s` seconds without a heartbeat."""
@@ -98,7 +98,7 @@ class RayProcess(Process):
         self._perform("hang_up")
 
     def kill(self) -> None:
-        # Without its actor the process is gone too: it ends when its connection closes.
+        # The process ends with its actor, when its connection closes.
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self._perform("kill"), timeout=END_LIMIT_S)
         self._cluster.end([self._actor])

@@ -20,7 +20,7 @@ Isolated = tuple[list[Uid], list[Uid]]
 
 
 class RowDeaths:
-    """The number of processes that ended while they had a row, and the rows isolated or left out for that."""
+    """The number of processes that died while they had a row, and the rows isolated or skipped for that."""
 
     def __init__(self) -> None:
         self.counts = Counter[tuple[str, Uid]]()
@@ -29,9 +29,9 @@ class RowDeaths:
         """Rows that run alone, and rows that are not generated any more."""
 
     def record(self, task: str, rows: Collection[Uid], isolates: bool = True) -> list[Uid]:
-        """Record that a process has ended with rows of a task; return the rows that are left out from now on.
+        """Record that a process has died with rows of a task; return the rows that are skipped from now on.
 
-        Rows of a task that runs them in company to the end are only counted: `isolates` is false.
+        `isolates` is false for a task that always runs its rows together: these are only counted.
         """
         self.counts.update((task, row) for row in rows)
         if not isolates:
@@ -44,11 +44,11 @@ class RowDeaths:
 
     @property
     def isolates(self) -> bool:
-        """Return True if there are rows that do not run beside others."""
+        """Return True if there are rows that must run alone."""
         return bool(self.suspects or self.left_out)
 
     def concern(self, rows: Collection[Uid]) -> bool:
-        """Return True if one of these rows does not run beside the others."""
+        """Return True if one of these rows must run alone."""
         return not (self.suspects.isdisjoint(rows) and self.left_out.isdisjoint(rows))
 
     def passes(self, rows: Sequence[Uid]) -> list[list[int]]:
@@ -60,21 +60,21 @@ class RowDeaths:
         return [together, *alone] if together else alone
 
     def isolated(self) -> Isolated:
-        """Return what other processes have to know."""
+        """Return the record that other processes need."""
         return sorted(self.suspects), sorted(self.left_out)
 
     def learn(self, isolated: Isolated) -> None:
-        """Take over what another process has recorded."""
+        """Add the record of another process."""
         self.suspects, self.left_out = ({(row[0], row[1], row[2]) for row in rows} for rows in isolated)
 
     def frequent(self) -> str:
-        """Return the end of a message that names rows that several lost processes had; empty text if there are none."""
+        """Return the end of a message, with the rows that several lost processes had; empty if there are none."""
         rows = [row for (_, row), count in self.counts.most_common(NAMED) if count >= DEATHS_OF_ROW]
         return f"; rows (source, group, sample) that {DEATHS_OF_ROW} or more lost processes had: {rows}" if rows else ""
 
 
 def left_out_line(row: Uid, processes: str, end: str) -> str:
-    """Return the line about a row that is left out; `end` says how the last process ended."""
+    """Return the log line about a skipped row; `end` describes how the last process ended."""
     return (
         f"row {tuple(row)} (source, group, sample) is left out: {DEATHS_OF_ROW} {processes} have ended with it, the "
         f"last while it ran alone ({end}); it stays without a response"

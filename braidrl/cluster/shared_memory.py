@@ -10,7 +10,7 @@ PREFIX = "braid-"
 
 
 def shared_folder() -> Path:
-    """Return the folder for files in memory: BRAID_SHARED_MEMORY, else /dev/shm; if neither is usable, a folder on
+    """Return the folder for files in memory: BRAID_SHARED_MEMORY, otherwise /dev/shm; if neither is usable, a folder on
     disk.
     """
     folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
@@ -26,9 +26,10 @@ def machine() -> str:
 
 
 def write_at(handle: int, data: memoryview, start: int) -> None:
-    """Write all bytes at a place of an open file. Raises OSError if the memory or disk is full.
+    """Write all bytes at an offset of an open file.
 
-    Not through a mapping: that first fills every page with zeros, and full memory then ends the process by SIGBUS.
+    Raises OSError if the memory or disk is full. A mapping would first fill every page with zeros, and full memory
+    would end the process by SIGBUS.
     """
     while data:
         written = os.pwrite(handle, data, start)

@@ -40,7 +40,7 @@ If one dies, Ray ends the waiting program without a line, at once or after a min
 
 
 def mute_after(silence_s: float) -> float:
-    """Return the seconds without a heartbeat before a process is killed; one stopped by a signal is reported
+    """Return the seconds without a heartbeat before a process is killed; a process stopped by a signal is reported
     earlier.
     """
     return 1.25 * silence_s + 2 * BEAT_S
@@ -54,7 +54,7 @@ def named(name: str) -> None:
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:
-    """Let a process of this run dump its stacks into the run's folder, and stop it; return the text that names the
+    """Make a process of this run dump its stacks into the run's folder, and stop it; return the text that names the
     file.
     """
     with contextlib.suppress(OSError):
@@ -106,7 +106,7 @@ def descendants(process: int) -> dict[int, str]:
 
 
 def has_ended(process: int) -> bool:
-    """Return True if a process is gone, or is a zombie."""
+    """Return True if a process has ended, or is a zombie."""
     try:
         return psutil.Process(process).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -126,14 +126,12 @@ def name_of(process: int) -> str:
 
 
 class FrozenWatch(AbstractContextManager["FrozenWatch"]):
-    """Kills descendants of this process that are stopped for too long, and reports stalls of this process's own
-    work.
-    """
+    """Kills descendants of this process that are stopped for too long, and reports stalls of this process."""
 
     def __init__(self, silence_s: float, say: Callable[[str], object], folder: Path | None = None) -> None:
         """Start the watching thread.
 
-        `say` prints a line for a process stopped for `silence_s` seconds, and for a stall of this one.
+        `say` prints a line for a process stopped for `silence_s` seconds, and for a stall of this process.
         """
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []
@@ -145,7 +143,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         self._ending.set()
         self._thread.join(END_LIMIT_S)
         for process, state in descendants(os.getpid()).items():
-            # The watch has ended, and this process waits for a stopped one at its end.
+            # The watch has ended, and this process, which is ending, waits for a stopped one.
             if state == psutil.STATUS_STOPPED:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGCONT)
@@ -171,7 +169,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
                 for candidate in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(candidate, signal.SIGKILL)
-            # Report a stall of this process's own work once; no other process watches it.
+            # Report a stall of this process once; no other process watches it.
             stall = WORK.stalled()
             if stall is None or stall.seconds < self.silence_s:
                 was_reported = stall is not None and was_reported

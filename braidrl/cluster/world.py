@@ -5,11 +5,11 @@ gather_columns  the columns of all ranks' rows, on every rank  (index columns: a
 reduce      one combination of all ranks' messages, on every rank   (metric sums)
 exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
-rounds      sums and a minimum over all ranks, again and again, while each works
+rounds      sums and a minimum over all ranks, repeated while each works
 mail        single messages between two ranks, in the store
-regroup     new process groups of the members that are left, or of more
+regroup     new process groups of the remaining members, or of more
 
-Each wait has a limit. A thread of each rank tells its location once a second (`locations`); after a timeout the others
+Each wait has a limit. A thread of each rank sends its location once a second (`locations`); after a timeout the others
 read in the store which ranks are missing.
 """
 
@@ -75,7 +75,7 @@ NOTHING_LEFT = 2**62
 
 @dataclass(frozen=True)
 class RoundTotals:
-    """The totals of a round: the minimum and the sums of all ranks' numbers, and how many ranks still work."""
+    """The totals of a round: the minimum and the sums of all ranks' numbers, and the number of ranks still working."""
 
     least: int
     sums: tuple[int, ...]
@@ -98,17 +98,16 @@ class Rounds:
         self._next = 0.0
 
     def ended(self, wait: bool = False) -> RoundTotals | None:
-        """Return the totals of this rank's round, with `wait` after waiting for its end; None if it has not ended or
-        none runs.
+        """Return the totals of this rank's round; None if it has not ended or none runs. `wait` waits for its end.
 
-        The next round is joined after its totals are known, so all ranks join it knowing the same.
+        The next round is joined after its totals are known, so that all ranks join it with the same knowledge.
         """
         if not self._works or not (wait or all(work.is_completed() for work in self._works)):
             return None
         return self._end()
 
     def join(self, least: int, sums: Sequence[int]) -> None:
-        """Join the next round when it is time, unless this rank is in one."""
+        """Join the next round when it is due, unless this rank is in one."""
         if not self._works and (now := time.monotonic()) >= self._next:
             self._next = now + ROUND_EVERY_S
             self._begin(least, [*sums, 1])
@@ -132,7 +131,7 @@ class Rounds:
             self._works.append(work)
 
     def _end(self) -> RoundTotals:
-        # A work that is kept after a failure would keep the group's connections, for which another rank may wait.
+        # A work object kept after a failure would keep the group's connections, for which another rank may wait.
         works, self._works = self._works, []
         with self.world.meeting("a round of all ranks"):
             for work in works:
@@ -153,7 +152,7 @@ class Meeting:
 
 
 class Elastic:
-    """A rank's place in a membership that changes."""
+    """A rank's membership, which changes."""
 
     def __init__(self, meeting: Meeting, member: str, membership: Membership) -> None:
         self.meeting, self.member, self.known = meeting, member, membership
@@ -191,10 +190,10 @@ class Elastic:
     def leave_outdated_groups(self, is_waiting: bool, newest: int) -> None:
         """End this process's collectives in groups older than the newest membership: a lost rank never joins them.
 
-        A process that still waits after a time ends, and so is lost too: the others need not wait for it.
+        A process that still waits after a time limit ends and counts as lost, so that the others need not wait for it.
         """
         if not self.lock.acquire(blocking=False):
-            # Groups are being made, and this thread may speak for other ranks.
+            # Groups are being made, and this thread may be the machine's speaker.
             return
         try:
             if not dist.is_initialized() or newest <= self.known.number:
@@ -213,7 +212,7 @@ class Elastic:
         return waiting(self.meeting.store, self.newest)
 
     def wait_for_waiting(self) -> list[str]:
-        """Return the processes that wait to become members, when there are some."""
+        """Wait until there are processes that wait to become members, and return them."""
         limit = time.monotonic() + self.meeting.limit_s
         while not (came := self.waiting()):
             if time.monotonic() > limit:
@@ -222,7 +221,7 @@ class Elastic:
         return came
 
     def work_on(self, rows: Sequence[Uid]) -> None:
-        """Note the rows that this rank has in work from now on."""
+        """Record the rows that this rank works on from now on."""
         self.in_work = tuple(rows)
         note_work(self.meeting.store, self.member, self.in_work)
 
@@ -231,16 +230,16 @@ class Elastic:
         propose(self.meeting.store, membership := self.newest, [*membership.members, *members])
 
     def join(self) -> dist.ProcessGroup:
-        """Join the group of the newest membership when all of its members have come, and return it.
+        """Join the group of the newest membership when all of its members have arrived, and return it.
 
-        Raises LostPeers if this process is no member, or for members that do not come.
+        Raises LostPeers if this process is not a member, or for members that do not arrive.
         """
         limit_s = self.meeting.limit_s
         limit = time.monotonic() + limit_s
         while True:
             self.known = membership = self.newest
             if self.member not in membership.members:
-                raise LostPeers(f"process {self.member} is no member any more")
+                raise LostPeers(f"process {self.member} is no longer a member")
             store = dist.PrefixStore(str(membership.number), self.meeting.store)
             put_message(store, f"here/{self.member}")
             keys = [f"here/{member}" for member in membership.members]
@@ -255,7 +254,7 @@ class Elastic:
             try:
                 group = join_group(store, rank, size, min(JOIN_LIMIT_S, limit_s), self.meeting.cuda, self.meeting.host)
             except LostPeers:
-                # One was lost since it came.
+                # A member was lost since it arrived.
                 if not self.wait_for_newer(JOIN_LIMIT_S):
                     raise
                 continue
@@ -302,13 +301,13 @@ class World:
         return self.elastic is not None and self.group is None
 
     def at(self, activity: str) -> None:
-        """Record what this rank does from now on; the text is the same on every rank."""
+        """Record this rank's current activity; the text is the same on every rank."""
         self.place, self.rows = activity, ""
         self._location = self._meetings, activity
 
     @contextmanager
     def working(self, rows: Sequence[Uid], may_end_rank: bool) -> Iterator[None]:
-        """Name these rows if their work fails, and with `may_end_rank` also if the rank ends."""
+        """Name these rows if their work fails, and with `may_end_rank` also if the rank dies."""
         self.rows = named_rows(rows)
         elastic = self.elastic if may_end_rank else None
         if elastic is not None:
@@ -321,13 +320,13 @@ class World:
         self.rows = ""
 
     def isolated_rows(self) -> Isolated:
-        """Return the rows that ranks run alone, and the rows that they leave out; all ranks call this together."""
+        """Return the rows that ranks run alone, and the rows that they skip; all ranks call this together."""
         rows_here = isolated_rows(self.elastic.meeting.store) if self.elastic is not None and self.first else ([], [])
         isolated: Isolated = self.share("rows that have ended ranks", rows_here)
         return isolated
 
     def _locate(self) -> None:
-        """Send this rank's location once a second, until it closes or the store is gone."""
+        """Send this rank's location once a second, until it closes or the store is unreachable."""
         locations: Locations | None = None
         with suppress(RuntimeError, OSError):
             while not self._closed.is_set():
@@ -368,7 +367,7 @@ class World:
                 raise LostPeers(f"ranks were lost in {where}: {first_line(error)}") from error
             assert self._store is not None
             self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
-            # The ranks missing from this collective, and where they were last.
+            # The ranks missing from this collective, and their last locations.
             late = []
             try:
                 write(self._store, [self._here])
@@ -391,7 +390,7 @@ class World:
     def supervised(self, purpose: str) -> Iterator[None]:
         """Guard work in which libraries call collectives.
 
-        Raises LostPeers if one of those fails; other errors pass through.
+        Raises LostPeers if one of those fails; other errors propagate.
         """
         try:
             yield
@@ -410,7 +409,7 @@ class World:
 
     @property
     def machines(self) -> list[list[int]]:
-        """Return the ranks of each machine; the first time all ranks call this together."""
+        """Return the ranks of each machine; all ranks make the first call together."""
         if self._machines is None:
             ranks: dict[str, list[int]] = {}
             for rank, name in enumerate(self.gather("names of machines", platform.node(), str)):
@@ -419,7 +418,7 @@ class World:
         return self._machines
 
     def meet(self, purpose: str) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         self.reduce(purpose, None, lambda low, _: low)
 
     def gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
@@ -443,7 +442,7 @@ class World:
             gathered = self.peers.all_gather_rows(torch.cat(parts, dim=1), counts)
         columns_of_all, start = dict[str, Tensor](), 0
         for (name, column), part in zip(columns.items(), parts, strict=True):
-            # A slice of one row is contiguous where it is, at any offset.
+            # A slice of one row is contiguous at any offset.
             values = gathered[:, start : start + part.shape[1]].clone(memory_format=torch.contiguous_format)
             columns_of_all[name] = values.view(column.dtype).reshape(-1, *column.shape[1:])
             start += part.shape[1]
@@ -482,20 +481,20 @@ class World:
         return unpack_message(message)
 
     def wait_until_member(self) -> None:
-        """Wait until the members take this process in; `regroup` then joins them."""
+        """Wait until the members admit this process; `regroup` then joins them."""
         assert self.elastic is not None, "these ranks are the same to the end"
         self.elastic.wait_until_member()
 
     def regroup(self, error: BaseException | None = None) -> None:
         """Leave all process groups, and join those of the newest membership, after an error or between two steps.
 
-        All members call this. Raises LostPeers if there is no other membership, or if members do not come.
+        All members call this. Raises LostPeers if there is no other membership, or if members do not arrive.
         """
         elastic = self.elastic
         if elastic is None or not elastic.wait_for_newer(NEWER_LIMIT_S):
             raise error or LostPeers("there is no other membership")
         for cause in causes(error):
-            # The frames hold groups.
+            # Stack frames hold groups.
             clear_frames(cause.__traceback__)
         self.join_newest()
 
@@ -532,10 +531,10 @@ class World:
 
 
 def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:
-    """Join the world described by the environment that `torchrun` or our launchers set (RANK, WORLD_SIZE, ...).
+    """Join the world described by the environment variables of `torchrun` or of our launchers (RANK, WORLD_SIZE, ...).
 
-    Waits take `limit_s` seconds at most. With `cuda` each rank takes a device; `secret` is the prefix of their keys in
-    the store.
+    Waits take at most `limit_s` seconds. With `cuda` each rank takes a device; `secret` is the prefix of the ranks'
+    keys in the store.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
@@ -593,13 +592,13 @@ class Ranks:
     """
 
     own_group: dist.ProcessGroup | None = None
-    """The group, without a supervisor."""
+    """The group, if there is no supervisor."""
     supervisor: World | None = None
-    """The world whose group it is at any time. It names the missing ranks when a collective fails."""
+    """The world that provides the group. It names the missing ranks when a collective fails."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the process group of now."""
+        """Return the current process group."""
         return self.own_group if self.supervisor is None else self.supervisor.group
 
     @property
@@ -611,7 +610,7 @@ class Ranks:
         return 1 if self.group is None else self.group.size()
 
     def members(self, rank: int) -> list[int]:
-        """Return these ranks' numbers in the world, in which this one is `rank`."""
+        """Return the world ranks of this group's ranks; `rank` indexes them."""
         return [rank] if self.group is None else sorted(dist.get_process_group_ranks(self.group))
 
     def meeting(self, purpose: str) -> AbstractContextManager[object]:

@@ -80,10 +80,7 @@ def make_stage(
 
 
 def plain(type: str, value: Any) -> Any:
-    """Return a deep copy of a plain value, as YAML would load it.
-
-    Raises UserError for any other object.
-    """
+    """Return a deep copy of a plain value, as YAML would load it. Raises UserError for any other object."""
     if isinstance(value, Mapping):
         return {str(name): plain(type, item) for name, item in value.items()}
     if isinstance(value, list | tuple):

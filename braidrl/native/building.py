@@ -97,7 +97,7 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
         else:
             kept.unlink(missing_ok=True)
     if cached is None:
-        # Compile into a temporary file first, since several processes may compile at once.
+        # Compile into a temporary file first, since several processes may compile concurrently.
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
             output = Path(folder) / f"{name}.so"
@@ -124,7 +124,7 @@ def library(name: str, dtype: torch.dtype, **constants: int) -> Any:
 
 
 def cache_folder() -> Path:
-    """Return this user's cache folder for this machine; make it if it is missing. Raises UserError if that fails."""
+    """Return this user's cache folder for this machine, created if missing. Raises UserError if that fails."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def processor() -> dict[str, str]:
 
 
 def in_memory(*tensors: Tensor) -> bool:
-    """Return True for plain CPU tensors, whose values lie at their addresses, not for DTensors or results of pending
+    """Return True for plain CPU tensors with values at their addresses; False for DTensors and results of pending
     collectives.
     """
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors)

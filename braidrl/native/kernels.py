@@ -88,7 +88,7 @@ def has_kernels(*tensors: Tensor) -> bool:
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs at `targets` (C,), log Σ exp of logits (C, V) / temperature, and entropies.
 
-    Raises IndexError for one outside.
+    Raises IndexError for a target outside the vocabulary.
     """
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
         raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
@@ -115,7 +115,7 @@ def gradient(
     grad_log_prob: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient with respect to the logits (C, V), written over them."""
+    """Return the gradient with respect to the logits (C, V), written in place of them."""
     of_entropy = None if grad_entropy is None else grad_entropy.contiguous()
     grad_rows = grad_log_prob.contiguous()
     library("chunks", logits.dtype).gradient(

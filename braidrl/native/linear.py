@@ -21,7 +21,7 @@ GRADIENT_ROWS = 512
 
 @cache
 def prefers_onednn() -> bool:
-    """Return True on a CPU with 512-bit units that is not Intel's."""
+    """Return True on a CPU with 512-bit units that is not made by Intel."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
     return processor().get("vendor_id", "GenuineIntel") != "GenuineIntel"
@@ -48,7 +48,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @cache
 def has_row_product(dtype: torch.dtype) -> bool:
-    """Return True if this processor has `row_product`'s vector units, and none that multiply bfloat16 by themselves."""
+    """Return True if this processor has the vector units of `row_product`, and no units that multiply bfloat16."""
     flags = set(processor().get("flags", "").split())
     if "avx2" not in flags or dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -64,20 +64,18 @@ PACKED = 1 << 30
 
 
 def panels_size(weight: Tensor) -> int:
-    """Return how many numbers a matrix (N, K) has in whole panels."""
+    """Return the number of elements of a matrix (N, K) padded to whole panels."""
     return -(-weight.shape[-2] // PANEL) * PANEL * weight.shape[-1]
 
 
 def packed_bytes(weights: Sequence[Tensor]) -> int:
-    """Return the bytes of matrices (N, K) or (E, N, K) packed; 0 if they are better packed on the fly."""
+    """Return the bytes of matrices (N, K) or (E, N, K) when packed; 0 if packing on the fly is faster."""
     size = 4 * sum(weight.shape[:-2].numel() * panels_size(weight) for weight in weights)
     return size if size <= PACKED and all(weight.dtype == torch.float32 for weight in weights) else 0
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Return a weight (N, K) in the order in which `row_product` reads it, float32, with N rounded up to whole
-    panels.
-    """
+    """Return a weight (N, K) in the order that `row_product` reads, float32, with N rounded up to whole panels."""
     panels = torch.empty(panels_size(weight))
     columns, inner = weight.shape
     library("products", weight.dtype).pack(
@@ -87,9 +85,10 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, panels: Tensor | None = None) -> Tensor:
-    """Return x (M, K) @ weight (N, K).T + bias (N,), (M, N), without gradients; a row has the same bits for any number
-    of rows M, and few rows cost little more than reading the weight. `panels` are those of `packed(weight)`, if it is
-    used often. Raises MemoryError.
+    """Return x (M, K) @ weight (N, K).T + bias (N,), (M, N), without gradients.
+
+    A row has the same bits for any number of rows M, and few rows cost little more than reading the weight. Pass
+    `panels`, from `packed(weight)`, for a weight that is used often. Raises MemoryError.
     """
     dtype = x.dtype
     out = x.new_empty((len(x), len(weight)))
@@ -105,7 +104,7 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, panels: T
         torch.get_num_threads(),
     )
     if not done:
-        raise MemoryError("no memory for the numbers of a product")
+        raise MemoryError("no memory for the result of a product")
     return out
 
 
@@ -142,7 +141,7 @@ def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
-    """Return grads (M, N).T @ x (M, K), (N, K), perhaps not contiguous."""
+    """Return grads (M, N).T @ x (M, K), (N, K), possibly non-contiguous."""
     if not _by_onednn(grads):
         return grads.t() @ x
     # oneDNN copies the first factor, so the narrower one comes first.

@@ -81,10 +81,7 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
 
 
 def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
-    """Read recorded rows bit for bit, sorted, or one of `size` ranks' share.
-
-    Raises UserError for other files.
-    """
+    """Read recorded rows bit for bit, sorted, or one of `size` ranks' share. Raises UserError for other files."""
     check_recording(path)
     files = parts_of(path)
     counts = [pq.read_metadata(file).num_rows for file in files]

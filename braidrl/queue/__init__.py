@@ -4,6 +4,6 @@ steps.
 client ─take, done──▶ transport ─▶ controller ──▶ tasks: ready rows, leases │ table: index columns, locations of payload
    └─────── payload as views ────▶ storage: shared memory of the node, or frames of another node; owner: frees it
 
-`transfer_queue` is the whole as a library for any program; the streaming runtime has a controller of its own on the
-same parts.
+`transfer_queue` is the complete library for any program; the streaming runtime has its own controller on the same
+parts.
 """

@@ -15,7 +15,7 @@ from braidrl.queue.table import Block, Positions, RowName, StoredMessage, TableP
 
 
 class Receipt(Message):
-    """The answer to a request that asks for nothing."""
+    """The answer to a request without a result."""
 
 
 class Waited(Message):
@@ -44,7 +44,7 @@ NOTHING: Answer = (Receipt(), ())
 
 
 class Hello(QueueRequest):
-    """Register a process; engines also say that they generate."""
+    """Register a process; engines also declare that they generate."""
 
     address: str
     """Address of its node's server."""
@@ -95,11 +95,11 @@ class Done(QueueRequest):
     done: Positions
     parts: Sequence[tuple[StoredMessage, Positions]] = ()
     reports: Sequence[dict[str, Any]] = ()
-    """Content for an iteration's metrics, which the queue passes on."""
+    """Metrics of an iteration, which the queue forwards."""
     totals: dict[str, dict[str, float]] | None = None
-    """By stage with a state, sums over its batch."""
+    """For each stage with a state, sums over its batch."""
     unfinished: bool = False
-    """True if the rows are suspended: they have tokens, and are not done."""
+    """True if the rows are suspended: they have tokens and are not complete."""
 
 
 class Renew(QueueRequest):
@@ -122,7 +122,7 @@ HolderRequest = Hello | Take | Done | Renew | GiveBack
 
 
 class ReadRows(QueueRequest):
-    """Send columns of a block, of all rows or of some positions."""
+    """Request columns of a block, of all rows or of some positions."""
 
     name: str
     columns: list[str]
@@ -136,7 +136,7 @@ class Free(QueueRequest):
 
 
 class Abandon(QueueRequest):
-    """Free the segments of a dead process, except the known ones."""
+    """Free the segments of a dead process, except those still referenced."""
 
     writer: str
     known: list[str]
@@ -149,13 +149,13 @@ class ServedBytes(Message):
 
 
 class Served(QueueRequest):
-    """Ask for these bytes."""
+    """Request the number of these bytes."""
 
     answer = ServedBytes
 
 
 class MissingBlock(Message):
-    """The answer to `ReadRows` if the block is gone; its rows were dropped."""
+    """The answer to `ReadRows` if the block is missing because its rows were dropped."""
 
 
 ReadRows.answer = Receipt | MissingBlock
@@ -166,7 +166,7 @@ NodeRequest = ReadRows | Free | Abandon | Served
 
 
 class Directory(Message):
-    """The addresses and names that a new client must know."""
+    """The addresses and names that a new client needs."""
 
     place: Place
     tasks: list[str]
@@ -174,7 +174,7 @@ class Directory(Message):
 
 
 class AskDirectory(QueueRequest):
-    """Ask what a new client must know."""
+    """Request the addresses and names that a new client needs."""
 
     answer = Directory
 
@@ -202,7 +202,7 @@ class LeasedColumns(Leased, kw_only=True):
 
 
 class TakeColumns(Take):
-    """Lease rows of a task, with some columns or those that the task waits for, from one table or the first."""
+    """Lease rows of a task, from one table or the first; by default with the columns that the task waits for."""
 
     answer = LeasedColumns | Stop | Lost
     columns: list[str] | None = None
@@ -221,7 +221,7 @@ class Clear(QueueRequest):
 
 
 class Missing(QueueRequest):
-    """Report blocks that a reader did not find."""
+    """Report blocks that a reader could not find."""
 
     blocks: list[Block]
 
@@ -234,13 +234,13 @@ class QueueUsage(Message):
     lost: list[tuple[RowName, list[str]]]
     """The columns with lost payload, by row."""
     undone: dict[str, int]
-    """Rows to do, by task."""
+    """Number of rows to do, by task."""
     held: list[tuple[str, str, int]]
-    """Task, holder, and the number of rows that it holds."""
+    """Task, holder, and its number of rows."""
 
 
 class Usage(QueueRequest):
-    """Ask for the usage of the queue."""
+    """Request the usage of the queue."""
 
     answer = QueueUsage
 

@@ -106,12 +106,12 @@ class DataPlane:
     def _carry(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         """Count payload. Raises RuntimeError in a process that must not have any."""
         if self.refuses_payload:
-            raise RuntimeError("the main program decides and carries no payload: a worker reads and writes rows")
+            raise RuntimeError("the main process schedules and carries no payload: workers read and write rows")
         self.carried += sum(memoryview(frame).nbytes for frame in frames)
         return frames
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Free blocks on any node, without waiting for other nodes."""
+        """Free blocks on any node, without waiting for replies."""
         by_address: defaultdict[str, list[str]] = defaultdict(list)
         for block in blocks:
             if block.host == self.host:
@@ -168,7 +168,7 @@ class WorkItem:
 
     data: DataPlane
     answer: Any
-    """Of a type that the request names, or `Waited`."""
+    """Has a type that the request names, or is `Waited`."""
     inline: Rows
     """Index columns that came with the answer."""
     positions: list[int] = field(default_factory=list)
@@ -176,9 +176,9 @@ class WorkItem:
     rows: Rows = field(default_factory=lambda: Rows({}))
     """These rows, with the columns computed so far."""
     left: int = 0
-    """Number of these that are running or being reported, for a process that reports rows one by one."""
+    """Number of these rows that are running or being reported, for a process that reports rows one by one."""
     ended: int = 0
-    """Number of the lease's rows that such a process has finished with, or has lost."""
+    """Number of the lease's rows that such a process has finished or lost."""
 
     @property
     def kind(self) -> type[Message]:
@@ -218,7 +218,7 @@ class WorkItem:
         return self.rows
 
     def read_existing(self) -> Rows:
-        """Read the rows except those that selection has dropped meanwhile."""
+        """Read the rows except those that selection has dropped in the meantime."""
         with suppress(Evicted):
             return self.read()
         existing: dict[int, Rows] = {}
@@ -229,7 +229,7 @@ class WorkItem:
         return self.rows
 
     def share(self, positions: Sequence[int]) -> Rows:
-        """Return this process's rows among those at some positions, in the positions' order."""
+        """Return this process's share of the rows at some positions, in the order of positions."""
         if list(positions) == self.positions:
             return self.rows
         numbers = {position: number for number, position in enumerate(self.positions)}
@@ -238,7 +238,10 @@ class WorkItem:
 
 
 class Client:
-    """One process as a client of a controller. Thread-safe: each request has its own connection."""
+    """A process as a client of a controller.
+
+    Thread-safe: each request has its own connection.
+    """
 
     def __init__(self, address: str, holder: str, data: DataPlane, generates: bool = False) -> None:
         """Register, over the connections of `data`. Raises QueueTimeout if no queue answers at the address."""
@@ -251,17 +254,17 @@ class Client:
     def ask(
         self, request: QueueRequest, frames: Sequence[Frame] = (), wait_s: float = 0.0
     ) -> tuple[Any, Sequence[Frame]]:
-        """Send one request of this process and return its answer; the queue may hold it back for `wait_s` seconds."""
+        """Send a request of this process and return its answer; the queue may defer the answer for `wait_s` seconds."""
         request.holder = self.holder
         return self.data.connections.ask(self.address, request, frames, wait_s)
 
     def tell(self, request: QueueRequest) -> None:
-        """Send one request of this process without waiting for its answer."""
+        """Send a request of this process without waiting for its answer."""
         request.holder = self.holder
         self.data.connections.tell(self.address, request)
 
     def take(self, request: Take, wait_s: float) -> WorkItem:
-        """Return the next work within `wait_s` seconds; the request gets the numbers of the leases that are held."""
+        """Return the next work within `wait_s` seconds; the request gets the numbers of this process's leases."""
         request.held = sorted(self.held)
         answer, frames = self.ask(request, wait_s=wait_s)
         if isinstance(answer, Lost):
@@ -318,7 +321,7 @@ class Client:
 
 
 def write_columns(data: DataPlane, columns: Mapping[str, Column]) -> StoredRows:
-    """Put new columns of these rows into storage, index columns too."""
+    """Put new columns of these rows into storage, including index columns."""
     written = Rows(columns)
     block = data.write(encode(written)) if len(written) else None
     return StoredRows.of_block(written.index, block, list(written.payload), len(written))
@@ -343,7 +346,7 @@ def assembled(
         index: Read only the index columns.
 
     Raises:
-        Evicted: A block is gone.
+        Evicted: A block is missing.
     """
     order = None if requested is None else {position: number for number, position in enumerate(requested)}
     parts_of: defaultdict[tuple[str, ...], list[tuple[Rows, Sequence[int]]]] = defaultdict(list)

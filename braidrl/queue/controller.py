@@ -52,7 +52,7 @@ class ColumnController(QueueController):
         budget_bytes: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Begin without rows; the arguments are those of `TransferQueue.serve`.
+        """Start without rows; the arguments are those of `TransferQueue.serve`.
 
         Clients read and free payload through the node `location`.
         """
@@ -109,7 +109,7 @@ class ColumnController(QueueController):
                 assert_never(request)
 
     def directory(self) -> Directory:
-        """Return what a new client must know."""
+        """Return the addresses and names that a new client needs."""
         return Directory(self.place, list(self.columns), self.budget_bytes is not None)
 
     def _reserve(self, request: Reserve) -> Answer | None:
@@ -192,10 +192,10 @@ class ColumnController(QueueController):
     def _missing(self, request: Missing) -> Answer:
         """Record blocks that a reader did not find.
 
-        A task repeats the rows for which it wrote them; others must be put again.
+        A task repeats the rows for which it wrote them; other columns must be put again.
         """
         blocks, names = set(request.blocks), set(self.data.segments.names())
-        # Another node's server is not asked: it may be gone with the blocks.
+        # Do not query another node's server: it may have ended with the blocks.
         gone = {block for block in blocks if block.host != self.data.host or block.name not in names}
         parts = {part for parts in self.table.parts.values() for part in parts.values()}
         for part in (part for part in parts if not gone.isdisjoint(part.blocks)):
@@ -210,7 +210,7 @@ class ColumnController(QueueController):
         return NOTHING
 
     def _usage(self) -> QueueUsage:
-        """Return bytes and rows in the queue, lost columns, and for each task the rows to do and their holders."""
+        """Return bytes and rows in the queue, lost columns, and for each task its open rows and their holders."""
         held = Counter[tuple[str, str]]()
         for lease in self.tasks.leases.held.values():
             held[lease.task, lease.holder] += lease.left
@@ -223,7 +223,7 @@ class ColumnController(QueueController):
         )
 
     def _store(self, part: StoredRows) -> None:
-        """Add a part under the name of each of its columns."""
+        """Store a part under the name of each of its columns."""
         self.table.add(part, part.columns)
         self.used_bytes += sum(block.size for block in part.blocks)
         rows = list(part.rows)

@@ -21,17 +21,16 @@ from braidrl.queue.transport import QueueServer
 
 
 class StorageNode:
-    """The memory of a run on one node, its lock, and the thread that serves it to others; lives as long as the run.
+    """The memory of a run on one node, its lock, and the thread that serves it to other nodes, for the run's lifetime.
 
-    Each node's memory has its own name, also if two nodes are on one machine.
+    Each node's memory has a unique name, even if two nodes are on one machine.
     """
 
     def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
-        """Remove the remains of killed runs, then serve a node; `host` is its name in the run, `ip` its address for
-        clients.
+        """Remove the remains of killed runs, then serve a node.
 
-        These must know the secret. `storage` holds the run's segments. Raises UserError for a storage that cannot be
-        used.
+        `host` is its name in the run, `ip` its address for clients, which must know the secret. `storage` holds the
+        run's segments. Raises UserError for an unusable storage.
         """
         remove_abandoned()
         self.run, self.storage = secrets.token_hex(6), storage
@@ -39,7 +38,7 @@ class StorageNode:
         self.path = lock_of(self.run)
         self._handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
-        # A later run that finds the file unlocked reads from it where the segments are.
+        # A later run that finds the file unlocked reads the segments' location from it.
         os.write(self._handle, storage.encode())
         self.server = QueueServer(
             self.data.answer, NodeRequest, address=f"tcp://{ip}:*", secret=secret, remembers=False
@@ -47,7 +46,7 @@ class StorageNode:
         self.data.address = self.server.address
 
     def place(self) -> Place:
-        """Return what this node's processes need to read and write its payload."""
+        """Return the description with which this node's processes read and write its payload."""
         return Place(self.data.host, self.run, self.server.address, self.storage)
 
     def close(self) -> None:
@@ -62,7 +61,7 @@ class StorageNode:
 
 
 def lock_of(run: str) -> Path:
-    """Return the path of the file that is locked while a run's owner lives."""
+    """Return the path of the file that the run's owner locks."""
     return shared_folder() / f"{PREFIX}{run}.owner"
 
 
@@ -87,7 +86,7 @@ def remove_abandoned() -> list[str]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # Its owner lives and holds the lock, so nothing is abandoned.
+            continue  # Its owner holds the lock, so nothing is abandoned.
         else:
             with suppress(UserError):  # A storage that is unreachable now is cleaned up later.
                 remove_run(run, os.read(handle, 4096).decode() or "shared_memory")

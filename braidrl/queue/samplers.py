@@ -1,8 +1,8 @@
-"""Samplers: pure functions that choose, among the rows ready for a task, those that a consumer gets next.
+"""Samplers: pure functions that choose a consumer's next rows among the rows ready for its task.
 
 ready rows, oldest first ──sampler(ready, most, ranks)──▶ positions of the chosen ones ──▶ a lease
 
-A sampler decides which worker does a row and when, and so affects speed; without staleness it never changes a result.
+A sampler decides which worker processes a row and when. It affects speed; without staleness it never changes a result.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from braidrl.importing import PluginRegistry
 
 
 class Candidate(NamedTuple):
-    """A ready row. If a task takes whole groups it stands for its group."""
+    """A ready row; in a task of whole groups, a ready group."""
 
     row: Any
     group: Any = None

@@ -3,7 +3,7 @@
 same node     read ──▶ segment, as views
 another node  read ──▶ that node's server ──▶ the named columns of the requested rows, as frames
 
-A segment is written once, whole, by one process, and can be read until it is unlinked. Its name,
+A segment is written once by one process, and can be read until it is unlinked. Its name,
 braid-<run>-<writer>-<n>, contains the run and the writing process, so that all segments of either can be found.
 `open_storage` makes the storage of a name:
 
@@ -41,7 +41,7 @@ class StorageBackend(ABC):
     """One process's access to the segments of a run. `check_storage` is the contract test."""
 
     def __init__(self, run: str, writer: str) -> None:
-        """Begin with number 0; `writer` separates the segments of processes."""
+        """Start with number 0; `writer` separates the segments of processes."""
         self.run, self.writer, self._numbers = run, writer, itertools.count()
 
     def next_name(self) -> str:
@@ -56,7 +56,7 @@ class StorageBackend(ABC):
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
         """Write a new segment with these frames; return its name and size in bytes.
 
-        Raises OSError if there is no room.
+        Raises OSError if memory or disk is full.
         """
 
     @abstractmethod

@@ -38,8 +38,8 @@ class Block(NamedTuple):
 class TablePiece(NamedTuple):
     """The location of some rows' columns: a block, the rows within it, and their positions among the requested rows.
 
-    `positions` in the block and `targets` among the wanted rows are None if the wanted rows are those of the block, in
-    its order.
+    `positions` in the block and `targets` among the requested rows are None if the requested rows are those of the
+    block, in its order.
     """
 
     block: Block | None
@@ -57,16 +57,17 @@ class StoredMessage(Message):
 
     payload: list[TablePiece]
     first: int
-    """Number of the first of these frames."""
+    """Index of the first of these frames."""
     frames: int
-    """Count of these frames."""
+    """Number of these frames."""
 
 
 @dataclass(eq=False)
 class StoredRows:
     """Rows in a process that does not read their payload: index columns, and pieces of blocks with the other columns.
 
-    What one writer writes for some rows at once is a *part*: its columns lie in one block, and `rows` names them.
+    What one writer writes for some rows at once is a *part*: its columns are in one block, and `rows` has the rows'
+    names.
     """
 
     index: Rows
@@ -78,20 +79,20 @@ class StoredRows:
 
     @staticmethod
     def of_block(index: Rows, block: Block | None, columns: Sequence[str], size: int) -> "StoredRows":
-        """Return rows that lie in one block, in its order; `columns` are not among the index columns."""
+        """Return rows of a single block, in its order; `columns` are not among the index columns."""
         return StoredRows(
             index, [TablePiece(block, list(columns), size, index_columns=list(index))] if block is not None else []
         )
 
     @staticmethod
     def received(message: StoredMessage, frames: Sequence[Frame], writer: str = "") -> "StoredRows":
-        """Decode rows from a message with these frames; the caller adds names of rows."""
+        """Decode rows from a message with these frames; the caller adds the rows' names."""
         first, count = message.first, message.frames
         index = decode(list(frames[first : first + count])) if count else Rows({})
         return StoredRows(index, message.payload, writer)
 
     def message(self, frames: list[Frame]) -> StoredMessage:
-        """Encode the rows for a message, without names of rows; append the index columns to the message's frames."""
+        """Encode the rows for a message, without their names; append the index columns to the message's frames."""
         encoded, first = encode(self.index) if len(self.index) else [], len(frames)
         frames += encoded
         return StoredMessage(self.payload, first, len(encoded))
@@ -105,7 +106,7 @@ class StoredRows:
 
     @property
     def stored(self) -> list[str]:
-        """Return the names of the columns that are not here."""
+        """Return the names of the columns that are in blocks."""
         return [name for piece in self.payload for name in piece.columns]
 
     @property
@@ -137,7 +138,10 @@ def pieces_without(pieces: Iterable[TablePiece], names: Collection[str]) -> list
 
 
 class HeldBlocks:
-    """Reference counts of blocks: parts in tables, and living `StoredRows`. A block without references is free."""
+    """Reference counts of blocks: by parts in tables, and by `StoredRows` in use.
+
+    A block without references is free.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[Block] = Counter()
@@ -154,10 +158,10 @@ class HeldBlocks:
         return freed
 
     def hold_for(self, rows: StoredRows) -> StoredRows:
-        """Keep the blocks of rows as long as the object lives."""
+        """Keep the blocks of rows until the object is deleted."""
         blocks = rows.blocks
         self.counts.update(blocks)
-        # The last reference may go in any thread, whatever locks it holds: `freed` does the rest.
+        # The object may be deleted in any thread, under any lock: `freed` does the rest.
         weakref.finalize(rows, self._dropped.append, blocks).atexit = False
         return rows
 
@@ -173,39 +177,39 @@ class Table:
     """The parts with the columns of rows in work."""
 
     def __init__(self, held: HeldBlocks | None = None) -> None:
-        """Begin without rows; `held` has the reference counts of several tables."""
+        """Start without rows; `held` has the reference counts of several tables."""
         self.parts: dict[str, dict[Row, StoredRows]] = {}
         self.held = held or HeldBlocks()
 
     def add(self, part: StoredRows, writers: Iterable[str] | None = None) -> None:
-        """Add a part, under its writer's name or under several."""
+        """Add a part, under its writer's name or under several names."""
         self.held.counts.update(part.blocks)
         for writer in writers or (part.writer,):
             self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
     def replace(self, part: StoredRows) -> list[Block]:
-        """Replace the part of the same writer; return the blocks that are now free."""
+        """Replace the part of the same writer; return the blocks to free."""
         parts = self.parts.get(part.writer, {})
         before = set(map(parts.__getitem__, part.rows.keys() & parts.keys())) if parts else ()
         self.add(part)
         return self._drop(part.rows.keys(), before)
 
     def remove(self, part: StoredRows) -> list[Block]:
-        """Remove a part that is stored under the names of its columns; return its block if that is now free."""
+        """Remove a part that is stored under the names of its columns; return its block if it is free."""
         for column in part.columns:
             for row in part.rows:
                 del self.parts[column][row]
         return self.held.release(part.blocks)
 
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
-        """Return rows with the parts of some writers; their memory stays as long as the result lives."""
+        """Return rows with the parts of some writers; their memory is kept while the result exists."""
         shares = {writer: self._shares(uids, writer) for writer in writers}
         return self.held.hold_for(StoredRows(indexed(shares), located(shares, None)))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
-        """Return the index columns of these rows in the order given; for one name, the last writer's.
+        """Return the index columns of these rows in this order; of one name, the last writer's.
 
-        A writer that has not written every row is left out.
+        A writer that has not written every row is skipped.
         """
         return indexed({writer: self._shares(uids, writer) for writer in writers})
 
@@ -214,7 +218,7 @@ class Table:
     ) -> list[TablePiece]:
         """Return the locations of the named payload columns (None: all): pieces of blocks, with `targets` among `uids`.
 
-        With `index` the locations of all index columns too. Of one name, the last writer's column is meant.
+        With `index` include the locations of all index columns. Of one name, the last writer's column is used.
         """
         return located({writer: self._shares(uids, writer) for writer in writers}, names, index)
 
@@ -235,7 +239,7 @@ class Table:
         return [shares[key].piece(columns) for key, columns in alike.items()]
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
-        """Remove rows; return the blocks that are now free."""
+        """Remove rows; return the blocks to free."""
         gone, parts = set(uids), set[StoredRows]()
         for parts_of_writer in self.parts.values():
             # A writer of several names has stored the same part under each.
@@ -247,7 +251,7 @@ class Table:
         return self._drop(gone, parts)
 
     def _drop(self, gone: Set[Row], parts: Iterable[StoredRows]) -> list[Block]:
-        """Remove rows from parts; return the blocks that are now free."""
+        """Remove rows from parts; return the blocks to free."""
         freed = []
         for part in parts:
             if part.rows.keys() <= gone:
@@ -259,7 +263,7 @@ class Table:
         return freed
 
     def _shares(self, uids: Sequence[Row], writer: str) -> "list[PartRows]":
-        """Return a writer's parts of these rows; nothing unless all of them are written."""
+        """Return a writer's parts of these rows; empty unless all of them are written."""
         try:
             parts = list(map(self.parts[writer].__getitem__, uids))
         except KeyError:
@@ -273,11 +277,11 @@ class Table:
 
 
 class PartRows(NamedTuple):
-    """Some of the wanted rows, which lie in one part."""
+    """Requested rows that are in one part."""
 
     part: StoredRows
     targets: Sequence[int]
-    """Their positions among the wanted rows."""
+    """Their positions among the requested rows."""
     positions: list[int]
     """Their positions in the part."""
 
@@ -290,7 +294,7 @@ class PartRows(NamedTuple):
         """Return the location of some columns."""
         block = self.part.payload[0].block if self.part.payload else None
         index = [name for name in columns if name in self.part.index]
-        # With one part for all wanted rows, `targets` is a range.
+        # With one part for all requested rows, `targets` is a range.
         if isinstance(self.targets, range) and self.is_all:
             return TablePiece(block, columns, len(self.part), index_columns=index)
         return TablePiece(block, columns, len(self.part), self.positions, list(self.targets), index)
@@ -324,7 +328,7 @@ def located(
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:
-    """Return the rows at these positions, from the first position to the last."""
+    """Return rows by position, from the first position to the last."""
     if list(places) == sorted(places):
         return rows
     return rows.take(sorted(range(len(places)), key=places.__getitem__))
@@ -342,7 +346,7 @@ class Lease:
     left: int = 0
     """Number of its rows that are not completed."""
     ended: int = 0
-    """Number of its rows, completed or not, that need no slot of their engine any more."""
+    """Number of its rows, completed or not, that no longer need a slot of their engine."""
 
 
 class Leases:
@@ -368,7 +372,7 @@ class Leases:
         return lease
 
     def shrink(self, lease: Lease, rows: int) -> None:
-        """Record that some rows of a lease are completed or free; after its last row a lease ends."""
+        """Record that some rows of a lease are completed or released; after its last row a lease ends."""
         lease.left -= rows
         self.rows_of[lease.holder] -= rows
         if lease.left:

@@ -4,7 +4,7 @@ argument.
 write ──▶ the writers that the task waits for ──none left──▶ ready ──take──▶ lease ──complete──▶ done
   ◀── unwrite: a column was lost                               ▲              │                    │
                                                                └── give back ─┴────── reopen ──────┘
-                                      a lease is given back when it expires, its holder is gone, or one of its rows is
+                                      a lease is given back when it expires, its holder has ended, or one of its rows is
                                       removed
 
 A lease covers all rows of one take; its rows may be completed in parts. Ready rows are indexed, never searched for.
@@ -24,7 +24,7 @@ PATIENCE = 8
 
 
 class Ordered:
-    """Rows in the order of their numbers; adding or removing a row takes logarithmic time."""
+    """A priority queue of rows by number; adding or removing a row takes logarithmic time."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
@@ -59,10 +59,10 @@ class Ordered:
 
 
 class Task:
-    """The rows of one consumer. It takes from one table at a time, and whole groups at once if configured.
+    """The rows of one consumer, which takes from one table at a time, and whole groups if configured.
 
     A row is ready when every awaited writer has written it and no lease holds it. All methods take many rows at once,
-    so the cost per row is that of the interpreter's dictionaries and sets.
+    so that the cost per row is that of the interpreter's dictionaries and sets.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Task:
         group: Mapping[Row, Any],
         written: Mapping[str, set[Row]],
     ) -> None:
-        """Begin without rows; `numbers`, `group` and `written` are shared by all tasks of a queue."""
+        """Start without rows; `numbers`, `group` and `written` are shared by all tasks of a queue."""
         self.waits, self.whole_groups = frozenset(waits), whole_groups
         self.numbers, self.group = numbers, group
         self._written = [written[writer] for writer in self.waits]
@@ -104,7 +104,7 @@ class Task:
         self._enter(self._free(self._complete(held)))
 
     def unwrite(self, rows: Sequence[Row]) -> None:
-        """Record the loss of an awaited writer's columns. The holder of a row keeps it."""
+        """Record the loss of an awaited writer's columns. Leases on the rows remain."""
         self.withdraw(self._free([row for row in rows if row in self.table]))
 
     def finish(self, rows: Sequence[Row]) -> None:
@@ -120,7 +120,7 @@ class Task:
         self._enter(self._complete(rows))
 
     def reopen(self, rows: Iterable[Row]) -> None:
-        """Mark completed rows among these as open again: the task's results for them were lost."""
+        """Reopen completed rows among these, whose results for the task were lost."""
         done = [row for row in rows if self.lease.get(row, 0) is None]
         self._count(done, 1)
         self.give_back(done)
@@ -140,7 +140,7 @@ class Task:
         """Remove rows."""
         rows = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
         if len(rows) == len(self.table):
-            # A batch leaves with nothing behind it.
+            # Fast path: the last batch leaves the task empty.
             for by_row in (self.table, self.lease, self.ready, self.undone, self._groups):
                 by_row.clear()
             return
@@ -164,7 +164,7 @@ class Task:
     def take(self, table: Any, most: int, ranks: int, sampler: Sampler, facts: Callable[[Row], Candidate]) -> list[Row]:
         """Return the rows of a table that the sampler chooses: up to `most`, or with whole groups at least one group.
 
-        They are no longer ready, so the caller must hold them at once.
+        They are no longer ready, so the caller must lease them immediately.
         """
         ready = self.ready.get(table)
         if ready is None:
@@ -199,7 +199,7 @@ class Task:
         return self.lease.keys().isdisjoint(rows) and all(written.issuperset(rows) for written in self._written)
 
     def _count(self, rows: Sequence[Row], change: int) -> None:
-        """Change the numbers of rows that are not completed, by `change` for each of these rows."""
+        """Change the numbers of uncompleted rows, by `change` for each of these rows."""
         for table, some in by_value(rows, self.table):
             self.undone[table] += change * len(some)
 
@@ -208,7 +208,7 @@ class Task:
         return rows if self.lease.keys().isdisjoint(rows) else [row for row in rows if row not in self.lease]
 
     def _complete(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return those rows that all awaited writers have written."""
+        """Return the rows that all awaited writers have written."""
         for written in self._written:
             if not written.issuperset(rows):
                 rows = [row for row in rows if row in written]
@@ -246,7 +246,7 @@ class Task:
 
 
 def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[Any, Sequence[Row]]]:
-    """Group rows by their value; mostly all have the same one."""
+    """Group rows by their value; usually all have the same one."""
     distinct = set(map(values.__getitem__, rows))
     if len(distinct) <= 1:
         return [(value, rows) for value in distinct]
@@ -256,7 +256,7 @@ def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[A
 class Tasks:
     """All tasks of a queue and the rows in work.
 
-    A writer is a column, or a name for several columns written at once.
+    A writer is a column, or a name for several columns written together.
     """
 
     def __init__(self, waits: Mapping[Any, Iterable[str]], whole_groups: Collection[Any] = ()) -> None:
@@ -342,9 +342,12 @@ class Tasks:
         return self._lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
     def lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
-        """Lease these rows, or return None without rows. Raises ValueError if one is held, or lacks a column."""
+        """Lease these rows, or return None without rows.
+
+        Raises ValueError if a row is already leased, or lacks a column.
+        """
         if not self.tasks[name].are_free(rows):
-            raise ValueError(f"a row of {list(rows)[:4]} is given for the second time, or before it is ready")
+            raise ValueError(f"a row of {list(rows)[:4]} is leased twice, or before it is ready")
         self.tasks[name].withdraw(rows)
         return self._lease(name, rows, holder, now, seconds)
 
@@ -370,9 +373,9 @@ class Tasks:
     def held(
         self, done: Positions, parts: Sequence[tuple[StoredRows, Positions]], now: float
     ) -> tuple[list[int], dict[Lease, list[Row]]]:
-        """Return the lost leases among those of `done`, and the rows at its positions that the others hold.
+        """Return the lost leases among those of `done`, and for the others the rows at its positions.
 
-        The parts written for rows get the names of these, without those of lost leases.
+        The parts written for rows get the names of the rows, except those of lost leases.
         """
         lost, held = list[int](), dict[Lease, list[Row]]()
         leases = {number: lease for number, _ in done if (lease := self.leases.held.get(number)) is not None}
@@ -385,7 +388,7 @@ class Tasks:
         for part, written in parts:
             named: list[Row] = []
             for number, positions in written:
-                # The rows of lost leases have no name, but a position in the part.
+                # Rows of lost leases get no name, but keep their position in the part.
                 rows = leases[number].rows if number in leases else None
                 named += [rows and rows[position] for position in positions or ()]
             part.rows = dict(zip(named, range(len(named)), strict=True))
@@ -409,12 +412,12 @@ class Tasks:
         return ended
 
     def release(self, lease: Lease, rows: Sequence[Row]) -> None:
-        """Take some rows out of a lease; they are available again."""
+        """Remove rows from a lease; they are available again."""
         self.leases.shrink(lease, len(rows))
         self.tasks[lease.task].give_back(rows)
 
     def forget(self, rows: Iterable[Row]) -> dict[Lease, list[Row]]:
-        """Remove rows; leases keep their other rows. Return the leases that lost some, with these."""
+        """Remove rows; leases keep their remaining rows. Return the rows lost, by lease."""
         gone = [row for row in dict.fromkeys(rows) if row in self.rows]
         lost: dict[Lease, list[Row]] = {}
         for task in self.tasks.values():

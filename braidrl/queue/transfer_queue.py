@@ -66,11 +66,11 @@ ASK_AGAIN_S = 5.0
 
 
 class QueueFull(TimeoutError):
-    """Raised by a put without room within its limit; the text names the holders of the blocking rows."""
+    """Raised by a put that finds no room within its limit; the text names the holders of the blocking rows."""
 
 
 class Batch(Mapping[str, Any]):
-    """Rows given to a task: their names, and columns as tensors, ragged columns or lists."""
+    """Leased rows: their names, and columns as tensors, ragged columns or lists."""
 
     def __init__(self, rows: Sequence[Any], columns: Rows, task: str, leases: Sequence[int]) -> None:
         """Store `columns` of the rows with these names; `leases` hold them for the task."""
@@ -89,7 +89,7 @@ class Batch(Mapping[str, Any]):
     def torch(self) -> dict[str, Any]:
         """Return tensors, and lists of tensors for ragged columns.
 
-        They may be in shared memory: do not write to them.
+        They may be in shared memory and must not be written to.
         """
         return {name: column.unbind() if isinstance(column, Ragged) else column for name, column in self.items()}
 
@@ -143,7 +143,7 @@ def as_column(value: Any) -> Column:
 
 
 class TransferQueue(AbstractContextManager["TransferQueue"]):
-    """One process's view of a queue. Thread-safe."""
+    """A process's view of a queue. Thread-safe."""
 
     def __init__(self, address: str, holder: str, directory: Directory, data: DataPlane, resources: ExitStack) -> None:
         """Register at the queue; use `serve` or `connect`.
@@ -316,7 +316,7 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
                     read = assembled(self.data, Rows({}), answer.payload, len(answer.rows))
                     return Batch(answer.rows, read, task, [answer.lease])
                 except (Evicted, QueueTimeout):
-                    # The payload is gone.
+                    # The payload is missing.
                     self._client.ask(Missing([piece.block for piece in answer.payload if piece.block is not None]))
                     self._client.ask(GiveBack([answer.lease]))
                     self._client.held.discard(answer.lease)
@@ -362,11 +362,11 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         self._client.ask(Clear(None if rows is None else list(rows), table))
 
     def finish(self) -> None:
-        """Declare that no more rows will come: consumers end when the remaining rows are done."""
+        """Declare that no more rows will come: consumers end after the remaining rows."""
         self._client.ask(Finish())
 
     def renew(self) -> list[int]:
-        """Send a heartbeat of this slow process; return the leases that were lost nevertheless."""
+        """Send a heartbeat while processing slowly; return the leases lost nevertheless."""
         return list(self._client.renew().lost)
 
     def usage(self) -> dict[str, Any]:
@@ -383,21 +383,21 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         return usage
 
     async def put_async(self, columns: Any, rows: Sequence[Any], **options: Any) -> None:
-        """Do as `put` without blocking the event loop."""
+        """Call `put` without blocking the event loop."""
         await asyncio.to_thread(self.put, columns, rows, **options)
 
     async def get_async(self, task: str, rows: int, **options: Any) -> Batch | None:
-        """Do as `get` without blocking the event loop."""
+        """Call `get` without blocking the event loop."""
         return await asyncio.to_thread(self.get, task, rows, **options)
 
     async def stream_async(self, task: str, rows: int, **options: Any) -> AsyncIterator[Batch]:
-        """Do as `stream` without blocking the event loop."""
+        """Call `stream` without blocking the event loop."""
         while (batch := await self.get_async(task, rows, **options)) is not None:
             yield batch
             await asyncio.to_thread(self.done, batch)
 
     def close(self) -> None:
-        """Leave the queue; the serving process ends it, and frees all of its memory."""
+        """Leave the queue; in the serving process also end the queue and free its memory."""
         atexit.unregister(self.close)
         self._resources.close()
 

@@ -1,7 +1,7 @@
 """The queue's sockets and the base of its controllers: every request, a struct and raw frames, gets one answer, and is
 repeated until then.
 
-           ┌───────────── request ────────────▶ handle ──▶ answer at once
+           ┌───────────── request ────────────▶ handle ──▶ answer
 client ────┤    again after REPEAT_S, same number   └── None ──▶ parked, and tried again after each change ──▶ answer
            └◀──── `Waited` after its own time limit
 
@@ -61,7 +61,7 @@ class QueueError(RuntimeError):
 
 
 class QueueTimeout(TimeoutError):
-    """Raised if the queue does not answer."""
+    """Raised if the queue does not answer in time."""
 
 
 def key_pair(secret: str) -> tuple[bytes, bytes]:
@@ -81,7 +81,7 @@ def asking_socket(context: zmq.Context[Any], address: str, secret: str | None) -
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
     if secret is not None:
-        # The server's public key never travels in the clear: knowing it proves knowledge of the secret.
+        # The server's public key is never sent in the clear: knowing it proves knowledge of the secret.
         public, private = key_pair(secret)
         socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = public, public, private
     socket.connect(address)
@@ -91,14 +91,17 @@ def asking_socket(context: zmq.Context[Any], address: str, secret: str | None) -
 def send(socket: zmq.Socket[Any], message: Sequence[Frame]) -> None:
     """Send a message without waiting.
 
-    If the server is unreachable, or has another secret, it is dropped and repeated later.
+    If the server is unreachable, or has another secret, the message is dropped; the client repeats it later.
     """
     with contextlib.suppress(zmq.Again):
         socket.send_multipart(message, zmq.NOBLOCK, copy=False)
 
 
 class Connection:
-    """The client side of a conversation in which each request waits for its answer. For one thread at a time."""
+    """The client side of a conversation in which each request waits for its answer.
+
+    Not thread-safe.
+    """
 
     def __init__(self, address: str, limit_s: float, secret: str | None = None) -> None:
         self.address, self.limit_s = address, limit_s
@@ -162,18 +165,18 @@ class Connections:
     def ask(
         self, address: str, request: QueueRequest, frames: Sequence[Frame] = (), wait_s: float = 0.0
     ) -> tuple[Any, Sequence[Frame]]:
-        """Do as `Connection.ask`."""
+        """Call `Connection.ask` on a connection to the server."""
         with self._taken(address) as connection:
             return connection.ask(request, frames, wait_s)
 
     def tell(self, address: str, request: QueueRequest) -> None:
-        """Do as `Connection.tell`."""
+        """Call `Connection.tell` on a connection to the server."""
         with self._taken(address) as connection:
             connection.tell(request)
 
     @contextlib.contextmanager
     def _taken(self, address: str) -> Iterator[Connection]:
-        """Take the idle connection that was used last, or a new one, for the block."""
+        """Return a context with the most recently used idle connection, or a new one."""
         try:
             connection = self._idle[address].pop()
         except IndexError:
@@ -199,14 +202,15 @@ class Parked(NamedTuple):
 
 
 class Parking:
-    """The requests of all senders, each of which waits for one answer at a time.
+    """The requests of all senders; each sender waits for one answer at a time.
 
-    It has neither a socket nor a clock.
+    It has no socket and no clock.
     """
 
     def __init__(self, handle: Handler, send: Send, remembers: bool = True) -> None:
-        """Start empty; `remembers` keeps answers for repetitions, which is not needed if handling twice does no
-        harm.
+        """Start empty.
+
+        `remembers` keeps answers for repeated requests; it is not needed if handling a request twice does no harm.
         """
         self._handle, self._send, self._remembers = handle, send, remembers
         self._parked: dict[bytes, Parked] = {}
@@ -227,7 +231,7 @@ class Parking:
             self._attempt(sender, Parked(number, request, now + wait_s), frames)
 
     def retry(self, now: float) -> None:
-        """Try all parked requests again, the oldest first; answer those whose time limit is over."""
+        """Retry all parked requests, the oldest first; answer those that have timed out."""
         for sender, parked in list(self._parked.items()):
             self._attempt(sender, parked, (), again=True)
             if parked.until <= now and sender in self._parked:
@@ -307,8 +311,8 @@ class QueueServer:
         self._thread.start()
 
     def changed(self) -> None:
-        """Retry parked requests; for changes that did not come by a request."""
-        # Without waiting: the thread may have ended, or has enough messages to wake it.
+        """Retry parked requests after a change that no request made."""
+        # Do not wait: the thread may have ended, or already have enough messages to wake it.
         with self._outside_lock, contextlib.suppress(zmq.Again):
             self._outside.send(b"", zmq.NOBLOCK)
 
@@ -354,7 +358,7 @@ class QueueServer:
             if len(frames) > FRAMES:
                 raise ValueError("too many frames")
         except (ValueError, LookupError, RecursionError):
-            # Not one of our clients: it has no number to answer to, and its later messages are not read.
+            # Not a client of this queue: there is no number to answer, and its later messages are not read.
             self._refused[sender] = None
             if len(self._refused) > REFUSED:
                 self._refused.popitem(last=False)
@@ -378,11 +382,11 @@ class Holder:
     address: str
     """Address of its node's server."""
     heard: float
-    """Time of its last request."""
+    """Time of its last request, in seconds."""
 
 
 class AwakeClock:
-    """Seconds of a clock that skips times when this process was stopped and could not receive heartbeats.
+    """Seconds of a clock that skips the times when this process was stopped and could not receive heartbeats.
 
     For a server's thread, which reads it several times a second.
     """
@@ -417,7 +421,7 @@ class QueueController(ABC):
         """Return the tasks of all rows of this controller."""
 
     def advance(self) -> None:
-        """Make all decisions possible now; called after every request that changes something."""
+        """Make all decisions that are due; called after every request that changes something."""
         self.changes += 1
         self.changed.notify_all()
 
@@ -436,7 +440,7 @@ class QueueController(ABC):
         return answer
 
     def renew(self, request: Renew) -> Lost:
-        """Extend the leases of a slow holder that sends heartbeats, except expired ones."""
+        """Extend the leases of a holder that sends heartbeats, except expired ones."""
         now = self.clock()
         self.tick()
         for tasks in self.queues:
@@ -452,11 +456,11 @@ class QueueController(ABC):
         return NOTHING
 
     def lost(self, held: Sequence[int]) -> list[int]:
-        """Return those leases that are no longer held."""
+        """Return the leases that are no longer held."""
         return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
 
     def silent(self, seconds: float) -> list[str]:
-        """Return holders without a request for this many seconds, which hang: working and waiting holders send
+        """Return hanging holders, without a request for this many seconds: working and waiting holders send
         heartbeats.
         """
         now = self.clock()

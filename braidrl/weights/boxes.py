@@ -51,7 +51,7 @@ class Box:
         return replace(self, offsets=offsets, sizes=(*self.sizes[:axis], end - start, *self.sizes[axis + 1 :]))
 
     def contains(self, other: "Box") -> bool:
-        """Return True if the other block lies in this one."""
+        """Return True if this block contains the other one."""
         edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(at <= start and start + size <= at + length for at, length, start, size in edges)
 
@@ -83,7 +83,7 @@ class Box:
         ]
 
     def divided(self, parts: int) -> "list[Box]":
-        """Return at most `parts` disjoint blocks of about equal size that cover this one."""
+        """Split this block into at most `parts` disjoint blocks of about equal size."""
         if not self.sizes:
             return [self]
         axis = max(range(len(self.sizes)), key=lambda dimension: self.sizes[dimension])
@@ -138,5 +138,5 @@ def chunk(length: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def pattern_of(module: str) -> str:
-    """Return a module's name with `*` in place of numbers, as in plans."""
+    """Return a module's name with `*` in place of numbers, as in tensor-parallel plans."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)

@@ -1,6 +1,6 @@
 """Lazy readers of model and checkpoint files: a rank that shards a model reads only what it keeps.
 
-skeleton on the meta device ─split─▶ own layers ─read one─▶ shard it
+skeleton on the meta device ─split─▶ its layers ─read one─▶ shard it
     ─▶ read the next ...  a rank holds its shards and one layer
 """
 
@@ -22,8 +22,8 @@ HEAD = "score.weight"
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a directory's safetensors files `stem*.safetensors` by name. Raises UserError for a damaged
-    file.
+    """The tensors of a directory's safetensors files `stem*.safetensors`, by name. Raises UserError for a
+    damaged file.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -32,7 +32,7 @@ class WeightFiles(Mapping[str, Tensor]):
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise UserError(f"model: {path} cannot be read: {error}; copy it whole") from error
+                raise UserError(f"model: {path} cannot be read: {error}; copy it again") from error
             self._files |= dict.fromkeys(file.keys(), file)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -53,7 +53,7 @@ class WeightFiles(Mapping[str, Tensor]):
         return torch.Size(self._files[name].get_slice(name).get_shape())
 
     def block(self, name: str, box: Box) -> Tensor:
-        """Return a block of a tensor; only its part of the file is read."""
+        """Return a block of a tensor; only this part of the file is read."""
         return box.of(self[name])
 
 
@@ -84,7 +84,7 @@ class ParameterReader:
         """
         self._folder, self._boxes = folder, boxes or {}
         self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
-        # Weak: tied parameters stay tied, and a full tensor is freed once it is sharded.
+        # Weak references: tied parameters stay tied, and a full tensor is freed once it is sharded.
         self._read: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
         self._files = (WeightFiles(folder) if files is None else files) if self._on_meta else {}
 
@@ -104,7 +104,7 @@ class ParameterReader:
                 setattr(part, leaf, loaded)
 
     def _values(self, name: str, shape: torch.Size) -> Tensor:
-        """Return a tensor, or the block of it that is wanted."""
+        """Return a tensor, or the requested block of it."""
         if name == HEAD and name not in self._files:
             return torch.zeros(shape)
         files, box = self._files, self._boxes.get(name)

@@ -1,11 +1,11 @@
-"""Weight versions that engines of other processes ask for, device to device: NCCL on CUDA, gloo on a CPU, or another
-transport.
+"""Weight versions that engines of other processes request, from device to device: NCCL on CUDA, gloo on a CPU, or
+another transport.
 
 engine ─asks─▶ store ─▶ a thread of each trainer rank ─parts─▶ a process group of this transfer alone
     ─▶ the engine's workers
 
-Engines that ask for the same version at about the same time share a transfer, so that what several workers of a machine
-need crosses to it once. An engine that is late is waited for `JOIN_S` seconds, one that is gone not at all. Where
+Engines that request the same version at about the same time share a transfer, so that what several workers of a machine
+need crosses to it once. Senders wait `JOIN_S` seconds for a late engine, and not at all for one that has ended. Where
 senders and receivers have an earlier version, only changed values are sent: of bfloat16 weights, few change in a step.
 """
 
@@ -55,7 +55,7 @@ processes.
 
 
 class TransferError(RuntimeError):
-    """Weights did not arrive: a sender or receiver died or timed out."""
+    """A weight transfer failed: a sender or receiver died or timed out."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class Senders:
     transport: str
 
     def store(self) -> dist.Store:
-        """Connect to the store through which receivers ask. Raises TransferError if it is gone."""
+        """Connect to the store through which receivers send requests. Raises TransferError if it is unreachable."""
         try:
             return connect_store(self.host, self.port, self.limit_s, self.secret)
         except RuntimeError as error:
@@ -87,7 +87,7 @@ class TransferNotice(Senders):
     number: int
     receivers: int
     changes: bool
-    """True if the receivers hold a version of the same run, after which changed values suffice."""
+    """True if the receivers hold a version of the same run, so that changed values suffice."""
 
 
 @dataclass
@@ -99,9 +99,9 @@ class WeightRequest:
     held: int | None
     """The version that the receivers hold; None without one of the same run."""
     since: float = 0.0
-    """When the first sender read it, by its clock."""
+    """When the first sender read it, by the sender's clock, in seconds."""
     ready: float | None = None
-    """When it saw that all receivers are there."""
+    """When the first sender saw that all receivers had joined."""
 
 
 class WeightOffer:
@@ -110,8 +110,9 @@ class WeightOffer:
     def __init__(
         self, ranks: Ranks, host: str, limit_s: float, device: torch.device, transport: str = "collective"
     ) -> None:
-        """Open the store at this machine's address `host`, and start the sending thread; `limit_s` is for a transfer.
-        CUDA selects NCCL.
+        """Open the store at this machine's address `host`, and start the sending thread.
+
+        `limit_s` is the time limit of a transfer. CUDA selects NCCL.
         """
         self.device = current_device(device.type == "cuda")
         self.ranks, self.sent_bytes = ranks, 0
@@ -186,7 +187,7 @@ class WeightOffer:
                     meeting, self.ranks.rank, size, self.device, senders, parts, lambda held: {}, before
                 ) as transfer:
                     self.sent_bytes += transfer.run(parts, {}).sent
-            # Also an error in a user's transport: the receivers would wait for this thread.
+            # This includes errors in a user's transport: the receivers would wait for this thread.
             except Exception as error:
                 put_message(store, f"transfer {number}/failed", first_line(error))
             number += 1
@@ -196,7 +197,7 @@ class WeightOffer:
         weights.
         """
         now, requests = time.monotonic(), self._requests
-        # The content of a number follows it, unless the asking process has died between the two.
+        # The request follows its number, unless the requesting process died between the two writes.
         last, self._last_request = self._last_request, count_at(store, "asked")
         self._unread |= set(range(last + 1, self._last_request + 1))
         for request in sorted(self._unread):
@@ -221,7 +222,7 @@ class WeightOffer:
             put_message(store, f"{request}/joined", group)
             receivers += requests.pop(request).receivers
             if has_message(store, f"{request}/cancelled"):
-                # Cancelled since it was read: the canceller has not seen that the request joined.
+                # It was cancelled after it was read: the canceller did not see that the request had joined.
                 put_message(store, f"transfer {number}/failed", "a request for weights was cancelled")
         return WeightRequest(first.version, total, first.held)
 
@@ -232,14 +233,14 @@ class OfferedWeights(Senders):
 
     version: int
     received: int = 0
-    """Bytes that workers have received by this object's requests."""
+    """Bytes that workers have received through this object's requests."""
 
     @contextmanager
     def asked(self, receivers: int, held: "OfferedWeights | None" = None) -> Iterator[TransferNotice]:
-        """Ask for the version; yield the notice for its `receivers` workers. Cancel the request if the caller fails.
+        """Request the version; yield the notice for its `receivers` workers.
 
-        With `held`, the version that the workers hold, changed values alone are sent if the senders still have that
-        version too.
+        The request is cancelled if the caller fails. `held` is the version that the workers hold: if the senders still
+        have it, only changed values are sent.
         """
         version_held, store = held.version if held is not None and held.secret == self.secret else None, self.store()
         number = count_at(store, "asked", 1)
@@ -248,10 +249,10 @@ class OfferedWeights(Senders):
             senders = {setting.name: getattr(self, setting.name) for setting in fields(Senders)}
             yield TransferNotice(**senders, number=number, receivers=receivers, changes=version_held is not None)
         except BaseException:
-            with suppress(RuntimeError):  # the store is gone, and the senders with it
+            with suppress(RuntimeError):  # the store has ended, and the senders with it
                 put_message(store, f"{number}/cancelled")
                 if has_message(store, f"{number}/joined"):
-                    # The senders wait for all workers of the transfer, and one of these may be gone.
+                    # The senders wait for all workers of the transfer, and one of them may have died.
                     transfer, *_ = message_at(store, f"{number}/joined", JOINED)
                     put_message(store, f"transfer {transfer}/failed", "a request for weights was cancelled")
             raise
@@ -285,14 +286,13 @@ class Incoming:
     """The receiving side of one transfer."""
 
     def __init__(self, notice: TransferNotice, worker: int, device: torch.device) -> None:
-        """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
+        """Receive as worker number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
-
-        Raises TransferError.
+        """Yield every full tensor under each of its names; memory holds only the tensors of a round. Raises
+        TransferError.
         """
         with self._joined(lambda held: held.tensors) as transfer:
             tensors = transfer.known.tensors
@@ -306,11 +306,10 @@ class Incoming:
     def put_into(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
     ) -> TransferVolume:
-        """Receive into a worker's own parts; with `shapes`, all tensors of the model by every name, check that all are
-        sent.
+        """Receive into a worker's parts.
 
-        Raises TransferError if a sender died or timed out, and ValueError, before any change, if the weights are
-        another model's.
+        With `shapes`, all tensors of the model by every name, check that all are sent. Raises TransferError if a sender
+        died or timed out, and ValueError, before any change, if the weights are another model's.
         """
         differs = list[ValueError]()
 
@@ -335,7 +334,7 @@ class Incoming:
         parts_for: Callable[[ShardIndex], Mapping[str, WeightPart]],
         before: Mapping[str, WeightPart] | None = None,
     ) -> Iterator[WeightTransfer]:
-        """Join the transfer that the senders form once all workers of this request are there; leave it when all have
+        """Join the transfer that the senders form once all workers of this request are ready; leave it when all have
         their copies.
         """
         notice, meeting = self.notice, None
@@ -355,7 +354,7 @@ class Incoming:
             raise
         except RuntimeError as error:
             reason = first_line(error)
-            with suppress(RuntimeError):  # the store is gone with the first sender
+            with suppress(RuntimeError):  # the store ended with the first sender
                 if meeting is not None and has_message(meeting, "failed"):
                     reason = message_at(meeting, "failed", str)
             raise TransferError(f"weights did not arrive: {reason}") from error
@@ -409,14 +408,14 @@ def transfer_group(
         put_message(store, "complete")
     meet(store, "complete", 0, size, senders.limit_s)
     nccl, address = device.type == "cuda" and senders.transport == "collective", address_towards(senders.host)
-    # All are there: only one that dies now keeps the others waiting, and the next request with them.
+    # All have joined: only a process that dies now delays the others and the next request.
     ranks = Ranks(group := group_between(store, rank, size, min(senders.limit_s, CONNECT_S), nccl, address))
     _set_pg_timeout(timedelta(seconds=senders.limit_s), group)
     with closing(TRANSPORTS.make(senders.transport, ranks, device)) as transport:
         index = gather_shard_index(parts, ranks, machine())
         groups = index.groups(gather_shard_index(parts_for(index), ranks))
         transfer = WeightTransfer(index, groups, ranks, device=device, transport=transport)
-        # Changed values suffice if all processes hold the version before.
+        # Changed values suffice if all processes hold the previous version.
         if all(ranks.all_gather("the version before", before is not None, bool)):
             transfer.before = before
         yield transfer

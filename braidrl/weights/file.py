@@ -60,8 +60,8 @@ The header is padded to it; tensors keep it while sizes are multiples of it.
 
 
 class WeightFile:
-    """One version in a safetensors file, valid until it is closed; its metadata maps other names of tied tensors to the
-    stored name.
+    """One version in a safetensors file, valid until it is closed; its metadata maps further names of tied tensors to
+    the stored name.
     """
 
     def __init__(self, path: Path | str, close: Callable[[], object] = lambda: None) -> None:
@@ -77,7 +77,7 @@ class WeightFile:
         with open(self.path, "rb") as file:
             header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(WORD), "little")))
             begin = file.tell()
-        # Not by safetensors, which makes a storage of each tensor: those that the decoder joins must share one.
+        # safetensors makes a storage for each tensor; tensors that the decoder joins must share one.
         content = torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
         names = {name: [name] for name in header if name != METADATA}
         for name, same in header.get(METADATA, {}).items():
@@ -99,9 +99,8 @@ class WeightFile:
         return {name: tensor.shape for name, tensor in self.tensors()}
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
-        """Write this version into a model's parts, each rank alone.
-
-        Raises ValueError, before any change, if they are another model's.
+        """Write this version into a model's parts, without communication. Raises ValueError, before any change, if they
+        are another model's.
         """
         tensors = dict(self.tensors())
         check_parts({name: tensor.shape for name, tensor in tensors.items()}, parts)
@@ -133,9 +132,9 @@ class WeightWriter:
     ) -> None:
         """Plan the file; all ranks call this, and `write`, at the same time.
 
-        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Else it is in
-        shared memory, with `adapter`, the text of `adapter_config.json`, in a folder there in peft's format: the parts
-        are adapters.
+        With `repeat` it is for servers: in a folder below `within`, with tied tensors under every name. Otherwise it is
+        in shared memory. `adapter` is the text of `adapter_config.json`: the parts are adapters, in a folder in peft's
+        format.
         """
         self.ranks, self.adapter = ranks, adapter
         self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
@@ -186,7 +185,7 @@ class WeightWriter:
                 os.close(handle)
                 raise
             if named is None and not self.in_folder:
-                # The folder is removed, so the file is unlinked; it lives while it is open.
+                # The folder is removed, so the file is unlinked; it exists while it is open.
                 return WeightFile(f"/proc/{os.getpid()}/fd/{handle}", lambda: os.close(handle))
             os.close(handle)
             return WeightFile(path, cleanup.pop_all().close)
@@ -225,11 +224,11 @@ class WeightWriter:
 
 
 def file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[dict[str, Any], int]:
-    """Return a file's header, with the bytes of each tensor counted from the header's end, and the bytes of all."""
+    """Return a file's header, with byte offsets counted from the header's end, and the bytes of all tensors."""
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     size = 0
-    # By descending element size, so that each is aligned; else in the model's order: a decoder joins neighbours
-    # without a copy.
+    # By descending element size, so that each is aligned; then in the model's order: a decoder joins neighbours without
+    # a copy.
     for name, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].itemsize):
         start, size = size, size + tensor.nbytes
         header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, size]}
@@ -244,10 +243,10 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
 
 
 class SetWriter:
-    """A set of safetensors files that ranks write together: each file by one rank, of whole tensors in the order of the
+    """A set of safetensors files that ranks write together: each file by one rank, of full tensors in the order of the
     model.
 
-    A rank holds, beside its parts, at most `limit_bytes` that come from others or go to them.
+    In addition to its parts, a rank holds at most `limit_bytes` that come from other ranks or go to them.
     """
 
     def __init__(
@@ -342,7 +341,7 @@ def digest(path: Path) -> list[Any]:
 
 
 def gathered(ranks: Ranks, purpose: str, outcome: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather a message of every rank. Raises OSError if one of them is an error."""
+    """Gather a message from every rank. Raises OSError if one of them is an error."""
     of_all = ranks.all_gather(purpose, outcome)
     for failed in of_all:
         if "error" in failed:
@@ -351,7 +350,7 @@ def gathered(ranks: Ranks, purpose: str, outcome: dict[str, Any]) -> list[dict[s
 
 
 def remove_version(path: Path) -> None:
-    """Remove the named file of a version, if it is there, and the folder that was made for servers."""
+    """Remove the named file of a version, if it exists, and the folder that was made for servers."""
     path.unlink(missing_ok=True)
     if path.name == WEIGHTS and path.parent.is_dir():
         path.parent.rmdir()
@@ -368,14 +367,14 @@ class FilePart(WeightPart):
 
     handle: int
     starts: Sequence[int]
-    """The byte at which it starts under each of its names."""
+    """The byte offset of the tensor under each of its names."""
     failed: list[OSError]
-    """Errors of writes. The rank continues after one, because other ranks exchange blocks with it."""
+    """Errors of writes. The rank continues after an error, because other ranks exchange blocks with it."""
 
     def put(self, block: Tensor, box: Box) -> None:
         """Write a block of the tensor."""
         data = block.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        # The block is a run of bytes for each place along the dimensions before the last one that it covers in part.
+        # The block is a run of bytes for each index along the dimensions before the last partially covered one.
         cut = max((axis for axis, size in enumerate(self.shape) if box.sizes[axis] < size), default=0)
         strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         run = prod(box.sizes[cut:]) * block.itemsize
@@ -403,10 +402,10 @@ class FilePublisher:
     parts: Parts
     engine: PublishedEngine | None
     files: dict[int, WeightFile] = field(default_factory=dict)
-    """The files of versions that are kept."""
+    """The files of the versions that are kept."""
 
     def write(self, version: int, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
-        """Write a version beside those that are kept; the arguments are those of `WeightWriter.write`."""
+        """Write a version and keep the previous ones; the arguments are those of `WeightWriter.write`."""
         file = self.files[version] = self.writer.write(parts, named)
         return file
 

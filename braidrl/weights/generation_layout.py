@@ -46,7 +46,7 @@ class GenerationLayout:
         return self.pipeline * self.tensor
 
     def nests(self, training: ParallelLayout) -> bool:
-        """Return whether `interval` is possible: both training axes are multiples of generation's."""
+        """Return True if `interval` is possible: both training axes are multiples of generation's."""
         return not (training.pipeline % self.pipeline or training.tensor % self.tensor)
 
     def check(self, training: ParallelLayout, devices: int) -> None:

@@ -35,7 +35,7 @@ class InPlacePublisher:
     """
 
     engine: PublishedEngine | None
-    """None on a rank that only sends to others."""
+    """None on a rank that only sends to other ranks."""
     copy: LayoutCopy | None = None
     """Copies this rank's slices into the engine's model."""
     source: WeightSource | None = None
@@ -53,7 +53,7 @@ class InPlacePublisher:
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """The weights of an engine's own module, or the trainer's weights, which are always current."""
+    """The weights of an engine's separate module, or the trainer's weights, which are always current."""
 
     model: PreTrainedModel
 
@@ -105,7 +105,7 @@ class GenerationWeights:
         """
         self._trained, self._generated, self._occupy, self._empty = trained, generated, occupy, empty
         self._gathers = layout.grouping in ("neighbour", "gather")
-        # With `neighbour`, a rank reads blocks from its own copy of the model: label ranks by copy.
+        # With `neighbour`, a rank reads blocks from its copy of the model: label ranks by copy.
         copy = ranks.rank // (training.tensor * training.token_ranks) % (training.data or 1)
         parts, to_fill = trained(), generated()
         index = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
@@ -131,16 +131,15 @@ class GenerationWeights:
 
     @property
     def redundant_bytes(self) -> int:
-        """The bytes of training weights held besides the generation weights during generation."""
+        """The bytes of training weights held during generation in addition to the generation weights."""
         return sum(part.local.nbytes for name, part in self._trained().items() if name not in self._shared)
 
     @torch.no_grad()
     def enter(self) -> TransferVolume | None:
-        """Bring the current weights to the generation layout; all ranks call this at the same time. Return None if they
-        are there.
+        """Bring the current weights to the generation layout; all ranks call this at the same time.
 
-        Either gather every tensor and cut the slices out, or copy training slices into the generation tensors, free the
-        originals, and receive the rest.
+        Returns None if the weights are already there. Otherwise gather every tensor and cut the slices out, or copy
+        training slices into the generation tensors, free the originals, and receive the missing blocks.
         """
         if self.generating:
             return None
@@ -160,7 +159,7 @@ class GenerationWeights:
         )
         for name in full.keys() - generated.keys():
             there -= full.pop(name).nbytes
-        # Largest first where a slice exists twice while it is copied, which matters most when memory is nearly full.
+        # Largest first: a slice exists twice while it is copied, which matters most when memory is nearly full.
         for storage, size in sorted(self._storages, key=lambda pair: pair[1], reverse=not self._gathers):
             self._occupy(storage, size)
             there += size
@@ -191,7 +190,7 @@ class GenerationWeights:
         self._free()
 
     def _free(self) -> None:
-        """Free the generation weights; their storages stay the same."""
+        """Free the generation weights; their storage objects stay the same."""
         self._storages = [(s, s.nbytes()) for s in storages(part.local for part in self._generated().values())]
         for storage, _ in self._storages:
             self._empty(storage)

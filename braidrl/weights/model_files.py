@@ -89,7 +89,10 @@ class ModelFiles(WeightFiles):
         return self._last[1][name]
 
     def block(self, name: str, box: Box) -> Tensor:
-        """Return a block of a tensor. Of experts, which the hub has one by one, only those in the block are read."""
+        """Return a block of a tensor.
+
+        The hub stores experts one by one: only those in the block are read.
+        """
         if name not in self._made_by:
             return box.of(self._read(name))
         self._hub = self._hub or HubNames(self._model)
@@ -121,8 +124,8 @@ class ModelFiles(WeightFiles):
         return self._shapes[name] if name in self._shapes else self._stored_shape(name)
 
     def _read(self, name: str) -> Tensor:
-        """Read one stored tensor, dequantised: FP8 in float32, with a scale per block of (N, K) or one for all; MXFP4
-        in bfloat16.
+        """Read one stored tensor, dequantised: FP8 in float32, with a scale per block of (N, K) or one scale per
+        tensor; MXFP4 in bfloat16.
         """
         stored = {
             key: self._stored[key].get_tensor(key)
@@ -151,10 +154,10 @@ class ModelFiles(WeightFiles):
 def planned(
     sources: Iterable[str], conversions: list[Any], *about: Any, reverse: bool = False
 ) -> dict[str, tuple[Any, Inputs]]:
-    """Return by target name the conversion that makes it, and its inputs, in the order of the numbers in names.
+    """Return, by target name, the conversion that makes it, and its inputs, in the order of the numbers in names.
 
-    `about` is the base model's prefix and state, where the sources are the hub's names; in `reverse` they are the
-    model's own.
+    `about` is the base model's prefix and state, where the sources are the hub's names; in `reverse` the sources are
+    the model's names.
     """
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
@@ -195,7 +198,7 @@ class HubNames:
         """Whether any name or shape differs from the model's own."""
 
     def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the hub's tensors, each as soon as the tensors that it is made of have arrived."""
+        """Yield the hub's tensors, each as soon as its source tensors have arrived."""
         come: dict[str, dict[str, Tensor]] = {}
         for source, tensor in tensors:
             target = self._targets[source]
@@ -205,8 +208,9 @@ class HubNames:
                 yield from converted(self._model, conversion, parts, come.pop(target)).items()
 
     def parts(self, parts: Mapping[str, WeightPart]) -> dict[str, WeightPart] | None:
-        """Return a rank's parts as parts of the hub's tensors, in the same memory; None if a tensor of the hub is no
-        block of one of the model's, as where a conversion transposes.
+        """Return a rank's parts as parts of the hub's tensors, in the same memory.
+
+        Returns None if a tensor of the hub is not a block of one of the model's, as when a conversion transposes.
         """
         of_hub: dict[str, WeightPart] = {}
         for name, part in parts.items():
@@ -217,7 +221,7 @@ class HubNames:
                 if box == Box.whole(part.shape) and shape == part.shape:
                     of_hub[target] = replace(part, names=[target])
                 elif (held := box.overlap(part.box)) is not None:
-                    # The hub's tensor lacks the leading dimensions in which it is one of many, such as that of experts.
+                    # The hub's tensor lacks the leading stacking dimensions, such as that of experts.
                     lacking = len(box.sizes) - len(shape)
                     starts = [at - start for at, start in zip(held.offsets, box.offsets, strict=True)]
                     inner = Box(tuple(starts[lacking:]), held.sizes[lacking:])
@@ -225,10 +229,9 @@ class HubNames:
         return of_hub
 
     def blocks_of(self, name: str, shape: torch.Size) -> list[tuple[str, torch.Size, Box]] | None:
-        """Return the hub's tensors that are made of a tensor: name, shape, and the block that each is; None if one is
-        no block.
+        """Return the hub's tensors made from a tensor: name, shape, and block of each; None if one is not a block.
 
-        Found by a conversion of numbers: one for each place along all dimensions but the last.
+        Found by converting a tensor of indices, one index for each position along all dimensions but the last.
         """
         conversion, parts = self._made_by[self._targets[name]]
         if isinstance(conversion, WeightRenaming):
@@ -254,7 +257,8 @@ class HubNames:
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that loads a configuration as a language model with all of its parts.
 
-    A model that also sees or hears is loaded whole, by the class that its folder names or by the only one that it has.
+    A multimodal model is loaded with all modalities, by the class that its folder names or by the only class that it
+    has.
     """
     kinds = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
     named = set(getattr(config, "architectures", None) or ())
@@ -271,16 +275,16 @@ def auto_class(config: Any) -> Any:
 def scorer_class(config: Any) -> Any:
     """Return the class of transformers that loads a configuration with a scalar head.
 
-    Most types that see have none there: theirs is made of the parts with which transformers makes the others.
+    Most multimodal types have none in transformers: it is built here from the same parts.
     """
     auto, kind = AutoModelForSequenceClassification, type(config)
     if kind not in auto._model_mapping and kind in AutoModelForImageTextToText._model_mapping:
         composite = AutoModelForImageTextToText._model_mapping[kind]
         base = next(parent for parent in composite.__mro__[1:] if issubclass(parent, PreTrainedModel))
         name = base.__name__.removesuffix("PreTrainedModel") + "ForSequenceClassification"
-        # The module of its parts: transformers converts no weights of classes outside of itself.
+        # The module of its parts: transformers converts weights only for its own classes.
         members = {"__module__": base.__module__, "config_class": kind}
-        # Otherwise transformers keeps its own types as they are, without a word.
+        # Otherwise transformers silently keeps its own types.
         auto.register(kind, type(name, (GenericForSequenceClassification, base), members), exist_ok=True)
     return auto
 

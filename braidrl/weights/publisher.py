@@ -42,10 +42,10 @@ class TransferVolume:
 
 
 class WeightSource(Protocol):
-    """One version of a model's weights, in a form that any engine can take."""
+    """One version of a model's weights, in a form that any engine can load."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every tensor of the model by its name, a tied one under each of its names."""
+        """Yield every tensor of the model by name, a tied one under each of its names."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class PolicyWeights:
-    """The adapters of one of several policies, for an engine that has the weights under all of them."""
+    """The adapters of one of several policies, for an engine that holds the base weights of all."""
 
     role: str
     source: WeightSource
@@ -73,14 +73,14 @@ class PublishedEngine(Protocol):
     """The part of an engine that a publisher uses."""
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with the weights of `source` from now on; without one, with those already copied into its own
-        tensors.
+        """Generate with the weights of `source` from now on; without a source, with those already copied into the
+        engine's tensors.
         """
 
 
 @dataclass(frozen=True)
 class OnePolicy:
-    """One of several policies of an engine, which gets adapters in its name."""
+    """One of several policies of an engine, which loads adapters under its name."""
 
     engine: PublishedEngine
     role: str
@@ -102,7 +102,7 @@ class Publisher(Protocol):
 class WeightTransport(Protocol):
     """A mover of bytes between the processes of one transfer: training ranks and engine workers.
 
-    Braid plans which bytes go where; a transport moves one round after the other.
+    Braid plans which bytes go where; a transport moves one round after another.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -114,15 +114,15 @@ class WeightTransport(Protocol):
         """Send each process its bytes, and receive from each; all processes call this at the same time.
 
         `sent` holds `sizes_out` bytes to each process, in their order, and may change once this returns; `received` is
-        filled with `sizes_in` bytes from each. Raises RuntimeError if a process is gone.
+        filled with `sizes_in` bytes from each. Raises RuntimeError if a process has died.
         """
 
     def close(self) -> None:
-        """Disconnect, also after a failure."""
+        """Disconnect, including after a failure."""
 
 
 def check_shapes(shapes: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
     """Raise ValueError if the shapes are not exactly those of the model."""
     differing = sorted(expected.keys() ^ shapes.keys()) or [n for n, shape in shapes.items() if shape != expected[n]]
     if differing:
-        raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")
+        raise ValueError(f"the weights are not those of this model: {', '.join(differing[:3])} differ")

@@ -44,7 +44,7 @@ Blocks = Sequence[tuple[int, Box]]
 class Tensors(NamedTuple):
     """Tensors that one rank holds with the same block.
 
-    `names` is compressed text: a line for each tensor, with the names of tied ones.
+    `names` is compressed text: a line for each tensor, with all names of a tied tensor.
     """
 
     names: bytes
@@ -62,7 +62,7 @@ class TensorGroup:
     tensors: Sequence[int]
     """Their indices in the order of all tensors."""
     name: str
-    """The name of one of them, for messages."""
+    """The name of one tensor, for messages."""
     shape: tuple[int, ...]
     item_bytes: int
     held: Blocks
@@ -76,7 +76,7 @@ class ShardIndex:
     ranks: Sequence[Sequence[Tensors]]
     machines: Sequence[str]
     order: Sequence[str] = ()
-    """The names without numbers, in the model's order."""
+    """The tensor names without layer numbers, in the model's order."""
 
     @cached_property
     def tensors(self) -> dict[str, WeightPart]:
@@ -134,12 +134,12 @@ def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) ->
 
 
 def names_in(text: bytes) -> list[list[str]]:
-    """Return the names of each tensor of an entry."""
+    """Expand an entry into the names of each of its tensors."""
     return [line.split("\t") for line in zlib.decompress(text).decode().split("\n")]
 
 
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
-    """Gather the shard index of all ranks; each passes its own parts at the same time."""
+    """All-gather the shard index; each rank passes its parts at the same time."""
     order = list(dict.fromkeys(NUMBER.sub("", name) for name in parts))
     dtypes = {name: str(part.tensor.dtype).removeprefix("torch.") for name, part in parts.items()}
     about = ((p.names, p.shape, dtypes[name], box) for name, p in parts.items() for box in p.boxes)
@@ -158,7 +158,7 @@ def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: s
 
 
 class MovedBlock(NamedTuple):
-    """A block of some tensors that moves to or from a peer, and that the receiver passes on to the ranks `onward`."""
+    """A block of some tensors that moves to or from a peer, and that the receiver forwards to the ranks `onward`."""
 
     tensors: Ints
     peer: int
@@ -177,11 +177,10 @@ class Piece(NamedTuple):
 
 
 class Moves:
-    """One rank's moves in one direction: a block of a tensor each, sorted by stream, tensor and cell, which both ends
-    can derive.
+    """One rank's moves in one direction: blocks of tensors, sorted by stream, tensor and cell, which both ends can
+    derive.
 
-    A stream is what goes to, or comes from, one peer and is passed on to the same ranks. Each round has an equal part
-    of each stream.
+    A stream has one peer and one set of ranks to which it is forwarded. Each round has an equal part of each stream.
     """
 
     def __init__(self, blocks: Sequence[MovedBlock], item_bytes: int) -> None:
@@ -238,17 +237,16 @@ class RankPlan:
     sends: Moves
     receives: Moves
     relayed: dict[int, Moves]
-    """By relay, the moves to it that it passes on to this rank."""
+    """By relay, its incoming moves that it forwards to this rank."""
 
     def passed(self, number: int, rounds: int) -> Iterator[Piece]:
-        """Yield the pieces that relays pass on to this rank in a round."""
+        """Yield the pieces that relays forward to this rank in a round."""
         for relay, moves in sorted(self.relayed.items()):
             yield from (piece._replace(peer=relay, onward=()) for piece in moves.pieces(number, rounds))
 
     def rounds_needed(self, limit_bytes: int) -> int:
-        """Return the rounds that keep each direction of a rank within `limit_bytes`.
-
-        Raises ValueError below one element per stream.
+        """Return the number of rounds that keeps each direction of a rank within `limit_bytes`. Raises ValueError below
+        one element per stream.
         """
         needed, item = 0, self.sends.item_bytes
         relayed = [*self.relayed.values()]
@@ -272,9 +270,9 @@ def plan_moves(
 ) -> RankPlan:
     """Plan one rank's moves so that each rank receives each requested element exactly once.
 
-    An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which passes it on to the
-    others there. The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is on no
-    rank.
+    An element crosses once to a machine whose ranks want it and do not hold it: to its relay, which forwards it to the
+    other ranks there. The tensors of all `groups` have elements of one size. Raises ValueError if a wanted element is
+    on no rank.
     """
     stays, relayed = dict[int, list[Box]](), dict[int, list[MovedBlock]]()
     sends, receives = list[MovedBlock](), list[MovedBlock]()
@@ -293,8 +291,8 @@ def plan_moves(
 class Cells:
     """The cells of a tensor group, cut by the edges of all blocks.
 
-    `holds` marks the ranks that hold a cell, `needs` those that want it and do not hold it: (cells, places), with a
-    place per rank. Places are in the order of machines.
+    `holds` marks the ranks that hold a cell, `needs` those that want it and do not hold it: (cells, slots), with a slot
+    per rank, in the order of machines.
     """
 
     def __init__(self, group: TensorGroup, machines: Sequence[Hashable]) -> None:
@@ -341,10 +339,10 @@ class Cells:
         return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
 
     def moves_of(self, rank: int, number: int) -> Iterator[tuple[int, int, MovedBlock]]:
-        """Yield giver, receiver and block of the moves from a rank, to it, and to relays that pass a cell on to it.
+        """Yield sender, receiver and block of the moves from a rank, to it, and to relays that forward a cell to it.
 
-        Holders of a cell on the receiver's machine give it in turn. If there are none, all holders give it, to one rank
-        of each machine in turn. Each tensor continues the turns of the last; `number` of the group offsets them.
+        Holders of a cell on the receiver's machine send it round-robin. If there are none, all holders send it, to one
+        rank of each machine in turn. Each tensor continues the rotation of the last; `number` of the group offsets it.
         """
         row, tensors = int(np.flatnonzero(self.ranks == rank)[0]), np.arange(len(self.tensors))
         here = int(np.searchsorted(self.firsts, row, "right")) - 1
@@ -363,7 +361,7 @@ class Cells:
                     givers = holders[(np.searchsorted(far, machine) + number + tensors * len(far)) % len(holders)]
                 for turn, target in enumerate(needing.tolist()):
                     if is_far:
-                        # One rank of the machine receives a tensor, in turn, and passes it on to the others.
+                        # The machine's ranks take turns to receive a tensor and forward it to the others.
                         chosen = (cell + number + tensors) % len(needing) == turn
                         onward = tuple(self.ranks[needing[needing != target]].tolist())
                     elif gives or target == row:
@@ -380,8 +378,9 @@ class Cells:
 
 
 def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:
-    """Divide each block of a group's tensors equally among the `ranks` that hold it, or among all if none does; they
-    write one file.
+    """Divide each block of a group's tensors equally among the `ranks` that hold it, or among all if none does.
+
+    The ranks then write one file.
     """
     place_of = {rank: position for position, rank in enumerate(ranks)}
     held = [(place_of[rank], box) for rank, box in group.held if rank in place_of]

@@ -1,5 +1,5 @@
 """A rank's part of each tensor: a plain tensor, a DTensor's local shard, or a weight with an adapter; and the memory
-under it.
+below it.
 """
 
 import ctypes
@@ -81,8 +81,8 @@ def empty(storage: UntypedStorage) -> None:
     if storage.is_cuda:
         storage.resize_(0)
         return
-    # Torch refuses to resize a storage that numpy has seen, as after any checkpoint. Freed pages of a mapped file show
-    # the file again.
+    # Torch refuses to resize a storage that numpy has accessed, as after any checkpoint. Freed pages of a mapped file
+    # show the file's content again.
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if first >= last:
@@ -113,7 +113,7 @@ class AdaptedTensor(Protocol):
     """True if the adapter is sharded: all of its ranks must merge it at the same time."""
 
     def merged_part(self, box: Box | None = None) -> Tensor:
-        """Return a block of this rank's, by default all of it, with its adapter merged."""
+        """Return a block of this rank's shard, by default all of it, with its adapter merged."""
 
 
 class AdaptedBlock:
@@ -136,9 +136,9 @@ class WeightPart:
     names: list[str]
     tensor: Tensor | AdaptedTensor
     sliced: tuple[torch.Size, Box] | None = None
-    """The global shape, and the block that a plain (non-DTensor) tensor holds; None for all of it."""
+    """The global shape, and the block that a plain (non-DTensor) tensor holds; None for the full tensor."""
     kept: float = 0.0
-    """The weight of the old values when a block is put (EMA decay)."""
+    """The weight of the old values when a block is written (EMA decay)."""
     others: tuple["WeightPart", ...] = ()
     """Further blocks of the tensor on this rank, such as a copy of another rank's."""
 
@@ -162,7 +162,7 @@ class WeightPart:
 
     @property
     def is_merged_together(self) -> bool:
-        """Return whether `merged` merges a sharded adapter, so that all its ranks must call it at the same time."""
+        """Return True if `merged` merges a sharded adapter, so that all its ranks must call it at the same time."""
         return not isinstance(self.tensor, Tensor) and self.tensor.is_sharded
 
     @property

@@ -4,7 +4,7 @@ trainer rank 0 ─ its parts ╮                                                
 trainer rank 1 ─ its parts ┴─plan─▶ rounds of one all-to-all each, of bounded bytes ─┴─▶ rank 3  its parts
 
 Ranks exchange their shard indices once. Each rank then plans its own moves, and all agree on the number of rounds.
-Where ranks of a machine share what comes from another, each round has a second all-to-all, in which relays pass on what
+Where ranks of a machine share what comes from another, each round has a second all-to-all, in which relays forward what
 they received in the first.
 """
 
@@ -143,7 +143,7 @@ class WeightTransfer:
     def steps(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> Iterator[int]:
         """Move the weights as `run` does; yield the number of each finished round."""
         started, self.traffic = time.perf_counter(), TransferVolume(rounds=len(self.exchanges))
-        # A rank with nothing to send in a round still takes part, on its own device.
+        # A rank with nothing to send in a round still participates, on its device.
         device = self.device or next(part.tensor.device for part in (*parts.values(), *into.values()))
         sources = dict[str, WeightPart]()
         for number in range(self.rounds):
@@ -175,7 +175,7 @@ class WeightTransfer:
             for piece in (part for start in starts for part in box.span(start, min(box.elements, start + most))):
                 block = source.block(piece)
                 if block.is_cuda and target.tensor.device.type != "cuda":
-                    # Copy by way of pinned memory, whose pages torch keeps for the next block.
+                    # Copy through pinned memory, whose pages torch keeps for the next block.
                     block = torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block)
                 target.put(block, piece)
 
@@ -202,7 +202,7 @@ class WeightTransfer:
     def _send_changes(
         self, plan: RankPlan, step: int, count: int, sources: Mapping[str, WeightPart], device: torch.device
     ) -> tuple[Tensor, list[int]]:
-        """Exchange changed values: for each piece their number, their places in it, and the values; or -1 and all
+        """Exchange changed values: for each piece their number, their positions in it, and the values; or -1 and all
         values.
         """
         messages: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
@@ -240,7 +240,7 @@ class WeightTransfer:
     def _take(
         self, pieces: Iterable[Piece], received: Tensor, sizes: list[int], into: Mapping[str, WeightPart]
     ) -> list[list[Tensor]]:
-        """Write pieces into the target parts; return the bytes that this rank passes on, by peer."""
+        """Write pieces into the target parts; return the bytes that this rank forwards, by peer."""
         ends = [0, *accumulate(sizes)]
         onward: list[list[Tensor]] = [[] for _ in sizes]
 
@@ -264,8 +264,8 @@ class WeightTransfer:
 
 
 def changes(new: Tensor, old: Tensor) -> list[Tensor]:
-    """Return as bytes the number of values that differ, their places and the values; or -1 and all values if these are
-    fewer bytes.
+    """Return as bytes the number of values that differ, their positions and the values; or -1 and all values if these
+    are fewer bytes.
     """
     new, old, bits = new.flatten(), old.flatten(), BITS[new.itemsize]
     differs = new.view(bits) != old.view(bits)

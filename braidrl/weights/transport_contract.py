@@ -47,7 +47,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
 
 
 def exchange_bytes(world: World, task: dict[str, Any]) -> str:
-    """Exchange several rounds of bytes, with empty messages between some processes; return the faults."""
+    """Exchange several rounds of bytes, with empty messages between some processes; return the errors found."""
 
     def bytes_of(number: int, sender: int, receiver: int) -> torch.Tensor:
         size = 0 if (sender + receiver + number) % 3 == 0 else 1000 * number + 7 * sender + receiver
@@ -67,7 +67,7 @@ def exchange_bytes(world: World, task: dict[str, Any]) -> str:
 
 
 def reshard(world: World, task: dict[str, Any]) -> str:
-    """Bring two versions from rows on two ranks to columns on the two others, the second as changed values alone."""
+    """Move two versions from rows on two ranks to columns on two other ranks, the second as changed values alone."""
     ranks, full = Ranks(dist.group.WORLD), torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
     shape, half = full.shape, world.rank % 2
     rows, columns = Box((half * 32, 0), (32, 48)), Box((0, half * 24), (64, 24))
@@ -93,7 +93,7 @@ def reshard(world: World, task: dict[str, Any]) -> str:
 
 
 def lose_one(world: World, task: dict[str, Any]) -> str:
-    """Let one process leave; every other has to notice it within the group's limit."""
+    """Let one process leave; every other process must detect it within the group's limit."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LIMIT_S))
     assert isinstance(group, dist.ProcessGroup)
     transport, problem = TRANSPORTS.make(task["name"], Ranks(group), CPU), ""

@@ -39,7 +39,7 @@ class HeldVersion:
 
     version: int = 0
     receiving: int = 0
-    """The newest version that it was asked to receive ahead of its load."""
+    """The newest version that it was ordered to receive ahead of its load."""
     loading: int | None = None
     draining_from: int | None = None
     """The rows that it had when it started to drain; None while it takes rows."""
@@ -75,7 +75,7 @@ class LoadingSchedule:
         self.engines[name] = HeldVersion(min(0, self.target))
 
     def limit_draining(self, engines: int) -> None:
-        """Let half of so many engines drain at a time under `rolling`, else all."""
+        """Let half of this many engines drain at a time under `rolling`, otherwise all."""
         self.max_draining = engines // 2 if self.way == "rolling" else engines
 
     def leave(self, name: str) -> None:
@@ -85,8 +85,8 @@ class LoadingSchedule:
     def advance(self, newest: int, is_generation_over: bool) -> None:
         """Move the target towards the newest version, if the policy allows it now.
 
-        Engines that load all together take one version after the other: which version a batch starts on then follows
-        from its number alone, and not from how late versions arrive.
+        Engines that load together take one version after another: the version on which a batch starts then follows from
+        its number alone, and not from how late versions arrive.
         """
         if self.pinned or newest <= self.target:
             return
@@ -100,12 +100,12 @@ class LoadingSchedule:
         return self.engines[name].version if name in self.engines else None
 
     def takes_rows(self, name: str) -> bool:
-        """Return whether a worker may be given rows; only draining engines may not."""
+        """Return False for draining engines, which get no rows."""
         return name not in self.engines or self.engines[name].draining_from is None
 
     def receive_ahead(self, name: str, newest: int) -> int | None:
-        """Return the version that an engine shall receive into host memory while it generates with another; None if
-        none is due.
+        """Return the version that an engine receives into host memory while it generates with another; None if none is
+        due.
         """
         held = self.engines.get(name)
         if self.way != "delayed" or held is None or held.version != self.target:

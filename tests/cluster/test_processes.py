@@ -81,7 +81,7 @@ def test_ranks_go_on_without_lost_ones_and_take_them_in_again(capfd: pytest.Capt
             ["waited", "actor.update: index columns for rank 1, last seen in step 3, reward.verify"],
             marks=pytest.mark.soak,
         ),
-        ("astray", WorkerError, ["came to another meeting"]),
+        ("astray", WorkerError, ["made another call"]),
     ],
 )
 def test_failing_rank_ends_all_and_its_error_is_shown(

@@ -233,10 +233,7 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
 
 
 def moving(deployment: Deployment, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Return, under a memory budget, a device's peak bytes and the assets that leave it.
-
-    Raises as `residency_plan`.
-    """
+    """Return, under a memory budget, a device's peak bytes and the assets that leave it. Raises as `residency_plan`."""
     if (gib := deployment.resident_gib) is None:
         return None, []
     resident = {footprint.use.role: footprint.resident for footprint in footprints}

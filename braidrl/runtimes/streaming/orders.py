@@ -117,10 +117,7 @@ class StreamingBackend:
     # Files: the rows process makes and writes rows, since the main process carries no payload
 
     def make_rows(self, origin: Origin) -> StoredRows:
-        """Return the rows of `origin`, with payload in the queue.
-
-        Raises UserError if a file is missing.
-        """
+        """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
         if isinstance(origin, Recording):
             raise ValueError("recorded rows are not streamed")
         rows = self._ask_for_rows(MakeRows(origin)).rows
@@ -202,10 +199,7 @@ class StreamingBackend:
         self.control.notify()
 
     def _carry_out(self, task_of: Callable[[str], Task]) -> None:
-        """Wait until every leader has completed the task of its role.
-
-        Raises WorkerError after the time limit.
-        """
+        """Wait until every leader has completed the task of its role. Raises WorkerError after the time limit."""
         limit = time.monotonic() + ORDER_LIMIT_S
         for role, (holder, number) in self._give(task_of).items():
             while number not in self.control.results:
