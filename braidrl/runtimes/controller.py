@@ -31,7 +31,7 @@ from braidrl.runtimes.row_store import Admission
 class SerialController(Generic[TableT]):
     """Runs a flow's stages in order.
 
-    Holds the state between iterations: selection, surplus rows and the stages' states.
+    It holds the state between iterations: selection, surplus rows and the stages' states.
     """
 
     def __init__(self, config: Config, flow: Flow, backend: SerialBackend[TableT]) -> None:
@@ -102,7 +102,10 @@ class SerialController(Generic[TableT]):
         return self.backend.is_awaited()
 
     def begin_again(self, version: int) -> Restart:
-        """Have the backend replace lost processes. All rows are forgotten, including the surplus."""
+        """Let the backend replace lost processes.
+
+        All rows are forgotten, including the surplus.
+        """
         if not self.backend.begin_again():
             return Restart.OF_ALL
         self.surplus, self.unfinished = [], []
@@ -138,7 +141,7 @@ class SerialController(Generic[TableT]):
         tables, generated = list(self.surplus), []
         while True:
             count = self.sampling.next_wave()
-            # After the last wave, suspended responses of groups that are still needed have to finish.
+            # After the last wave, suspended responses of groups that are still needed must finish.
             ends = not count and not self.sampling.pending
             if ends and not self.sampling.finish_now():
                 break
@@ -172,7 +175,7 @@ class SerialController(Generic[TableT]):
     ) -> tuple[TableT | None, dict[int, Verdict]]:
         """Run the sampling segment on rows, and return which groups are kept.
 
-        Groups with a suspended response are kept for later, outside the table, which is None without others.
+        Groups with a suspended response are kept for later, outside the table; the table is None without other groups.
         """
         table: TableT | None = started
         # If surplus is kept, every group is used.
@@ -222,7 +225,7 @@ class SerialController(Generic[TableT]):
         return table if (np.diff(order) == 1).all() else table.take(order.tolist())
 
     def updates(self, table: TableT, iteration: int) -> list[list[int]]:
-        """Return row positions of each optimizer step of this iteration."""
+        """Return the row positions of each optimizer step of this iteration."""
         index = self.backend.index(table)
         return update_plan(
             index["group"].numpy(),

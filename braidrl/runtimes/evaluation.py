@@ -36,7 +36,7 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
 
 
 def value_of_best(metrics: Mapping[str, float | int | None], name: str) -> float:
-    """Return the metric named by `evaluation.best`. Raises UserError that lists those of the evaluation sets."""
+    """Return the metric named by `evaluation.best`. Raises UserError that lists the metrics of the evaluation sets."""
     if (value := metrics.get(name)) is None:
         names = [key for key in metrics if key.startswith("eval/")]
         raise UserError(f"evaluation.best: there is no metric {name!r} of a set; write one of {', '.join(names)}")
@@ -55,8 +55,8 @@ def evaluate_sets(
     metrics.
 
     These are avg@k for k samples, pass@k for powers of two up to k, mean length and score; for pairs the ranking
-    accuracy and margin; for single given responses the mean negative log-prob of a token (nats). At most `prompts` of
-    each set are used. `step` is the seed of the stages' random numbers, and `sums` collects their counts.
+    accuracy and margin; for single responses of the data the mean negative log-prob of a token (nats). At most
+    `prompts` of each set are used. `step` is the seed of the stages' random numbers, and `sums` collects their counts.
     """
     config, metrics = prepared.config, dict[str, float]()
     for name in config.data.evaluation_sources:
@@ -84,7 +84,7 @@ def evaluate_sets(
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
-    """Return the metrics of every set under `data.eval` for the model as it is, as `braid eval` prints them."""
+    """Return the metrics of every set under `data.eval` for the untrained model, as `braid eval` prints them."""
     config = with_fetched(config)
     if not MODES[config.runtime].chained:
         return evaluated(config, World())

@@ -63,8 +63,8 @@ class StageExecutor:
         roles.
 
         A generating role outside `roles` gets its weights from other processes, after `Generation.exchange_weights`.
-        Without `training` even trained roles are copies without an optimizer; they get their weights from elsewhere.
-        Without `checks` no answer is verified here.
+        Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
+        Without `checks` this process verifies no answers.
         """
         config, flow, tokenizer = prepared.config, prepared.deployment.flow, prepared.tokenizer
         self.config, self.flow, self.progress = config, flow, progress
@@ -73,9 +73,9 @@ class StageExecutor:
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}
-        self.copies: dict[str, RoleCopy] = {}  # roles that infer in another layout than they train in
+        self.copies: dict[str, RoleCopy] = {}  # roles whose inference layout differs from their training layout
         self.tokenizer = tokenizer
-        self.own_templates: dict[str, PromptTemplate] = {}  # of roles that score with their own tokenizer
+        self.own_templates: dict[str, PromptTemplate] = {}  # tokenizers of reward models that differ from the policy's
         self.methods: dict[tuple[str, Any], Any] = {}
         self.residency = Residency(self.deployment, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
@@ -115,7 +115,7 @@ class StageExecutor:
         """
         with self.usage.memory_of(stage.name if stage.kind in MODELLED else None, sums):
             self.residency.before(stage)
-            # The transfers of weights since the last stage.
+            # Weight transfers since the last stage.
             sums.merge(self.generation.moves.sums)
             self.generation.moves.sums = Sums()
             if stage.scope is Scope.BATCH:
@@ -164,7 +164,7 @@ class StageExecutor:
             return {stage.writes[0]: values.values, **added}
 
     def own_method(self, stage: Stage) -> Callable[..., Any]:
-        """Return a call of the method of a user's class that a stage names, bound to the role's worker."""
+        """Return a user's method that a stage names, bound to the role's worker."""
         owner, method = class_and_method(stage.type)
         role = str(stage.role)
         if (role, owner) not in self.methods:
@@ -178,11 +178,13 @@ class StageExecutor:
         return call
 
     def needs_all(self, stage: Stage) -> bool:
-        """Return True if ranks without rows take part in a stage: it is collective, or may draw other ranks' rows."""
+        """Return True if ranks without rows participate in a stage: it is collective, or may generate other ranks'
+        rows.
+        """
         return self.is_collective(stage) or (stage.type == "generate" and self.generation.ranks.size > 1)
 
     def is_collective(self, stage: Stage) -> bool:
-        """Return True if a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
+        """Return True if a rank without rows participates in a stage, because ranks sum, infer or generate together."""
         if stage.kind is Kind.GENERATE:
             return stage.role in self.engines and self.engines[stage.role].is_collective
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
@@ -290,7 +292,7 @@ class StageExecutor:
         """Move the role's weights towards those of another local role (EMA or copy)."""
         self.residency.before(stage)
         worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
-        if (worker.role, source) not in self.role_copies:  # once: ranks have to agree on every move
+        if (worker.role, source) not in self.role_copies:  # once: ranks must agree on every move
             self.role_copies[worker.role, source] = RoleCopy(worker, torch_worker(self.workers[source]))
         self.role_copies[worker.role, source].move(stage.params.get("decay", 0.0))
 
@@ -319,8 +321,9 @@ class StageExecutor:
                 worker.load(folder / worker.role)
 
     def changing_parts(self) -> dict[str, WeightPart]:
-        """Return this rank's parts of all tensors that training changes, by role and name; a budget of memory may have
-        moved their values away.
+        """Return this rank's parts of all tensors that training changes, by role and name.
+
+        Under a memory budget their values may be offloaded.
         """
         return of_roles({worker.role: torch_worker(worker).changing_parts() for worker in self._changed()})
 
@@ -342,19 +345,19 @@ class StageExecutor:
         return of_roles(copies)
 
     def restore_changing(self, copies: Mapping[str, WeightPart]) -> None:
-        """Restore the state that `copy_changing` has copied; the count of skipped steps restarts."""
+        """Restore the state copied by `copy_changing`; the count of skipped steps restarts."""
         for worker in self._changed():
             with self.residency.all_of(worker.role):
                 torch_worker(worker).restore(of_role(worker.role, copies))
         self.skipped.clear()
 
     def regroup(self) -> None:
-        """Plan transfers of weights anew, after the ranks have changed; all ranks call this together."""
+        """Plan weight transfers again after the ranks have changed; all ranks call this together."""
         self.generation.regroup(self.workers)
         self.generation.checks.pending.clear()
 
     def _changed(self, write: bool = True) -> list[TrainingBackend]:
-        """Return the local roles that change; on a rank without `write` only the sharded ones."""
+        """Return the local roles that change; without `write` only the sharded ones."""
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
         return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 

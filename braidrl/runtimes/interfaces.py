@@ -31,7 +31,7 @@ from braidrl.training.roles.checkpoint import Write
 
 
 class RowTable(Protocol):
-    """The operations on rows that a controller needs; on handles and shards none of them moves a row."""
+    """The operations on rows that a controller needs; on handles and shards they move no rows."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -40,11 +40,11 @@ class RowTable(Protocol):
         """Iterate over the names of the rows' columns; on a rank without rows there are none."""
 
     def take(self, positions: Sequence[int]) -> Self:
-        """Return the rows at these positions, in the order given."""
+        """Return the rows at these positions, in this order."""
 
     @staticmethod
     def cat(tables: Sequence[Any]) -> Any:
-        """Return the rows of all tables, one table after the other."""
+        """Concatenate the rows of all tables."""
 
 
 T = TypeVar("T")
@@ -72,15 +72,15 @@ class Backend(Protocol[T]):
         """Write rows with all their columns into a checkpoint."""
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Write every role that changes into its own folder; with `copy` return calls that write copies while training
+        """Write every changing role into its folder; with `copy` return functions that write copies while training
         continues.
         """
 
     def load(self, folder: Path, version: int) -> None:
-        """Load a folder that `save` has written; its weights are those of `version`."""
+        """Load a folder written by `save`; its weights are those of `version`."""
 
     def close(self) -> None:
-        """End all started processes. Allowed after a failure."""
+        """End all started processes. It may be called after a failure."""
 
 
 class SerialBackend(Backend[TableT], Protocol[TableT]):
@@ -88,16 +88,14 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
 
     trace: TraceWriter | None
     deaths: RowDeaths
-    """The rows that have ended processes of the run: they are isolated, or left out."""
+    """The rows that have killed processes of the run: they are isolated or skipped."""
 
     @property
     def loader(self) -> Admissions | None:
         """Return the prompt loader; None if the backend only evaluates."""
 
     def run(self, stage: Stage, table: TableT, iteration: int, sums: Sums, segment: Segment | None = None) -> TableT:
-        """Run a stage; when it generates a sampling `segment`, rows of groups that turn out not to be needed end
-        early.
-        """
+        """Run a stage; when it generates a sampling `segment`, rows of groups that are no longer needed end early."""
 
     def totals(self, stage: Stage, table: TableT) -> dict[str, float]:
         """Return the totals over all rows that the stage's state depends on."""
@@ -108,23 +106,25 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
     def forward_backward(self, stage: Stage, table: TableT, iteration: int, sums: Sums) -> None:
         """Accumulate the gradients of an update's objective over a table for the role's next `optim_step`.
 
-        Objectives that differ are divided by the counts of their own rows; one that is repeated, by those of all its
-        rows together.
+        Different objectives are divided by the counts of their own rows; a repeated objective by those of all its rows
+        together.
         """
 
     def optim_step(self, role: str, iteration: int, sums: Sums, overrides: StepOverrides = CONFIGURED) -> None:
-        """Make one optimizer step of the accumulated objectives; settings of this step replace the configured ones."""
+        """Make one optimizer step of the accumulated objectives; the settings of this step replace the
+        configured ones.
+        """
 
     def texts(self, table: TableT) -> list[RowText]:
-        """Return the prompt and response of each row, in the order of rows; under distributed of the rank's own
-        rows.
+        """Return the prompt and response of each row, in the order of rows; under distributed only for the
+        rank's rows.
         """
 
     def publish(self, version: int) -> None:
         """Wait for all training and load the trained weights into the engines."""
 
     def is_awaited(self) -> bool:
-        """Return True if `begin_again` would take in processes in place of lost ones."""
+        """Return True if `begin_again` would admit processes in place of lost ones."""
 
     def begin_again(self) -> bool:
         """Restart lost processes and forget all rows; return False if all processes must restart."""
@@ -159,7 +159,7 @@ def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
 
 
 class Position(NamedTuple):
-    """The content of a checkpoint beside the weights: loader, selection, surplus rows, states of stages.
+    """The content of a checkpoint except the weights: loader, selection, surplus rows, states of stages.
 
     `started` are the next batches, started on an older policy version. A controller that ignores them starts them
     again.
@@ -177,7 +177,7 @@ class StartedBatch:
     """A batch whose rows were started before its weights existed.
 
     `table` is the batch at its recording point, and `left_out` the index columns of its dropped rows: each a table, or
-    the file of one in a checkpoint. `after` is the run's position between this batch and the next one.
+    its file in a checkpoint. `after` is the run's position between this batch and the next one.
     """
 
     iteration: int
@@ -224,14 +224,16 @@ class Controller(Protocol[T]):
         """Return the resume position after the last finished iteration."""
 
     def started_ahead(self) -> list[StartedBatch]:
-        """Wait for rows started on older versions and return their batches; a checkpoint keeps no older weights."""
+        """Finish in-flight batches that were started on older versions and return them; a checkpoint does not store
+        older weights.
+        """
 
     def is_awaited(self) -> bool:
-        """Return True if lost processes are back, and wait for a checkpoint of this step to join the others."""
+        """Return True if lost processes have restarted, and wait for a checkpoint of this step to join the others."""
 
     def begin_again(self, version: int) -> "Restart":
-        """Replace lost training processes, and take in those that wait, for a checkpoint of this version; the backend
-        loads its weights afterwards.
+        """Replace lost training processes, and admit waiting ones, for a checkpoint of this version; the backend loads
+        its weights afterwards.
         """
 
     def restore(self, position: Position) -> None:
@@ -245,7 +247,7 @@ REPEATED_S = 1.0
 class Interrupts:
     """Turns SIGINT and SIGTERM into KeyboardInterrupt; inside `hold()` only when the hold ends.
 
-    Ranks that must stop together are not `alone`: a signal takes effect when they agree, and at once only in local
+    Ranks that must stop together are not `alone`: a signal takes effect when they agree, and immediately only in local
     work.
     """
 
@@ -274,7 +276,7 @@ class Interrupts:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Mark work in which no other rank takes part. Inside a hold this has no effect."""
+        """Mark work in which no other rank participates. Inside a hold this has no effect."""
         self._local = not self._holds
         try:
             yield
@@ -282,13 +284,13 @@ class Interrupts:
             self._local = False
 
     def agree(self, is_asked: bool) -> None:
-        """Raise KeyboardInterrupt on every calling rank if a rank was asked to stop and no hold is active."""
+        """Raise KeyboardInterrupt on every calling rank if one received a signal and no hold is active."""
         if is_asked and not self._holds:
             self.asked = False
             raise KeyboardInterrupt
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal, as the handler that `interrupts_handled` sets."""
+        """Handle a signal, as the handler that `interrupts_handled` sets."""
         now = time.monotonic()
         if self.alone:
             if not self._holds or self.asked:
@@ -300,6 +302,6 @@ class Interrupts:
             if self._local:
                 raise KeyboardInterrupt
         elif now - self._first > REPEATED_S:
-            # Ranks that leave one by one are at different places, and their joint state cannot be resumed.
+            # Ranks that leave one by one stop at different points, and their joint state cannot be resumed.
             self.torn = True
             raise KeyboardInterrupt

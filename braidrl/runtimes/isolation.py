@@ -2,7 +2,7 @@
 
 rows ──passes──▶ those that are no suspects, together ─▶ suspect 1 alone ─▶ suspect 2 alone ──▶ rows in their order
 
-A row that is left out has no response, and its checks have failed.
+A skipped row has no response, and its checks have failed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from braidrl.runtimes.interfaces import TableT
 
 
 def can_isolate(stage: Stage) -> bool:
-    """Return True if the rows of a stage can run alone: they are generated, or a function gets each by itself."""
+    """Return True if the rows of a stage can run alone: they are generated, or a function processes each separately."""
     return stage.kind in (Kind.GENERATE, Kind.COMPUTE) and stage.scope is Scope.ROW
 
 
 def run_isolated(
     run: Callable[[Stage, TableT], TableT], stage: Stage, table: TableT, uids: Sequence[Uid], deaths: RowDeaths
 ) -> TableT:
-    """Run a stage on the rows of a table that are no suspects, then on each suspect alone; rows that are left out are
-    not generated.
+    """Run a stage on the rows of a table that are not suspects, then on each suspect alone; skipped rows are not
+    generated.
     """
     if stage.kind is Kind.GENERATE:
         stage = replace(stage, params={**stage.params, UNDRAWN: deaths.left_out.intersection(uids)})

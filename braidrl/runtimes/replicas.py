@@ -3,7 +3,7 @@
 step 5 done ─▶ keep: each rank copies its parts; those that no other rank has go to its neighbour too
             ─▶ step 6: train ── a rank is lost ──▶ new groups ──▶ restore: each rank gets its parts of step 5 anew
 
-Under `distributed` and `streaming` alike, in any layout of the built-in backend. The shard index says which rank has
+Under `distributed` and `streaming`, in any layout of the built-in backend. The shard index says which rank has
 which block, and the reshard plan moves the blocks. If one is on no rank, all ranks load a checkpoint instead.
 """
 
@@ -45,7 +45,7 @@ class Replica:
         """The blocks of another rank that this one keeps."""
 
     def keep(self, step: int, executor: StageExecutor, retains: bool = False) -> None:
-        """Copy the state after a step, once, before it changes; with `retains` also keep the copies of an earlier step.
+        """Copy the state after a step, once, before it changes; `retains` keeps the copies of an earlier step too.
 
         All ranks call this together, after they have made the step.
         """
@@ -63,7 +63,7 @@ class Replica:
             self.copies = {step: self.copies[step]}
 
     def copy_again(self, step: int, executor: StageExecutor) -> None:
-        """Copy the state after a step for the present ranks; earlier copies stay if a rank is lost meanwhile."""
+        """Copy the state after a step for the current ranks; earlier copies stay if a rank is lost in the meantime."""
         earlier, self.copies = self.copies, {}
         try:
             self.keep(step, executor)
@@ -79,8 +79,8 @@ class Replica:
     def restore(self, step: int, executor: StageExecutor, has_state: bool) -> bool:
         """Restore the state after a step on all ranks; return False if a block of it is on no rank.
 
-        A rank that `has_state` undoes its training since then; the other ranks get their blocks. All ranks call this
-        together.
+        A rank that `has_state` undoes its training since then; the other ranks receive their blocks. All ranks call
+        this together.
         """
         copies = self.copies.get(step)
         if has_state and copies is not None:
@@ -108,7 +108,7 @@ class Replica:
         return True
 
     def leave(self) -> None:
-        """Forget the plan of the present ranks, with their process group."""
+        """Discard the current ranks' plan, with their process group."""
         self.names, self.transfer, self.spares = None, None, []
 
     def _plan(self, parts: Mapping[str, WeightPart]) -> None:
@@ -127,7 +127,7 @@ class Replica:
         self.names = list(parts)
 
     def _with_neighbours(self, transfer: WeightTransfer, copies: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
-        """Return this rank's copies, and those of the blocks that it keeps for another rank."""
+        """Return this rank's copies, and the copies that it keeps for another rank."""
         spares = {
             name: WeightPart([name], torch.empty(box.sizes, dtype=dtype), (shape, box))
             for name, shape, dtype, box in self.spares
@@ -140,7 +140,7 @@ class Replica:
 
 
 def lone_blocks(index: ShardIndex) -> list[TensorGroup]:
-    """Return the groups of tensors with blocks that a single rank holds; that rank's neighbour shall receive them."""
+    """Return the groups of tensors with blocks on a single rank, which its neighbour must receive."""
     away = distance_to_neighbour(index.machines)
     groups = []
     for group in index.groups():
@@ -170,7 +170,7 @@ def are_replicated(roles: Collection[str], deployment: Deployment) -> bool:
 
 
 def fit(roles: Collection[str], deployment: Deployment, ranks: int) -> bool:
-    """Return True if so many ranks can hold these roles in their layouts."""
+    """Return True if this number of ranks can hold these roles in their layouts."""
     try:
         for role in roles:
             for layout in deployment.layouts_of(role).values():
@@ -181,7 +181,7 @@ def fit(roles: Collection[str], deployment: Deployment, ranks: int) -> bool:
 
 
 def free_groups(error: BaseException | None) -> None:
-    """Free the process groups that an error's frames hold; call it when nothing else refers to them."""
+    """Free the process groups that an error's stack frames hold; call it when there are no other references."""
     for cause in causes(error):
         clear_frames(cause.__traceback__)
     gc.unfreeze()

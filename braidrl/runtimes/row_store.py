@@ -47,7 +47,7 @@ class Admission(Message):
 
     numbers: Sequence[int]
     examples: Sequence[tuple[int, int]] = ()
-    """Source and index of each, if a curriculum has drawn them."""
+    """Source and index of each prompt, if a curriculum has drawn them."""
 
 
 class HeldOut(Message):
@@ -77,7 +77,7 @@ class RowStore:
     """Makes rows from their origin, and writes rows to files."""
 
     def __init__(self, prepared: Prepared, curriculum: Curriculum | None = None) -> None:
-        """Keep the sources; only the process that admits prompts has a curriculum."""
+        """Store the sources; only the process that admits prompts has a curriculum."""
         config, sources, texts, self.flow = prepared.config, prepared.sources, prepared.texts, prepared.flow
         self.config, self.tokenizer, self.eval_sources = config, prepared.tokenizer, prepared.eval_sources
         self.vision = prepared.vision
@@ -143,7 +143,7 @@ class RowStore:
         # The rows of a group have the same prompt.
         prompt_ids, vision = rows["prompt"].tolist(), self.vision
         if vision is not None and "images" in rows:
-            # One placeholder for each image reads better than its tokens.
+            # One placeholder for each image is more readable than its tokens.
             pairs = zip(prompt_ids, rows["images"], strict=True)
             spans_of_prompts = [
                 (prompt, [s for s in moved(spans, 0) if s.start < len(prompt)]) for prompt, spans in pairs

@@ -151,7 +151,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     @property
     def isolates_rows(self) -> bool:
-        """Return True if the run continues after a rank or a worker has ended with its rows."""
+        """Return True if the run continues after a rank or a worker has died with its rows."""
         mode = self.prepared.deployment.mode
         return self.world.elastic is not None or (mode.placed and self.repairs.per_hour > 0)
 
@@ -200,7 +200,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics.close()
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
-        """Open the files of metrics; a resumed run also writes its configuration, in which changes are no longer
+        """Open the metrics files; a resumed run also writes its configuration, in which changes are no longer
         accepted.
         """
         if resume_step is not None:
@@ -208,7 +208,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             for line in with_changes(self.folder, self.config.model_copy(update={"trainer": accepted})):
                 self.progress.print(line)
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
-        # A new run that ends here loses nothing; a resumed one continues without a tracker.
+        # A new run that ends here loses nothing; a resumed run continues without a tracker.
         trackers = Trackers(self.config.trackers, run, self.progress.print, must_open=resume_step is None)
         writer = MetricsWriter(self.folder, resume_step, trackers=trackers)
         if resume_step and writer.lacking:
@@ -218,8 +218,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def train(self) -> None:
         """Run to `trainer.steps`. On Ctrl-C save the last complete step and raise KeyboardInterrupt again."""
-        # From here on a collection does not look at imported objects, which takes a fifth of a second and finds
-        # nothing.
+        # From here on garbage collection skips imported objects, which takes a fifth of a second and frees nothing.
         gc.collect()
         gc.freeze()
         with interrupts_handled(self.interrupts.handle), full_disk_named(self.folder):
@@ -251,7 +250,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     except LostProcess as error:
                         self._bring_back(error)
             except FailedStep:
-                # Every rank sees this error: the step is complete, and all that does not depend on it is kept.
+                # Every rank raises this error: the step is complete, and everything independent of it is kept.
                 self._save(self._snapshot(), wait=True)
                 self._report()
                 self.world.gather("the checkpoint of the last step", None)
@@ -272,7 +271,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _check_folder(self) -> None:
         """Raise UserError if the run's folder was removed or replaced: everything written since is lost.
 
-        If this process alone drives the run, the folder is first made again with a checkpoint, so that the run can
+        If this process alone drives the run, it first makes the folder again with a checkpoint, so that the run can
         resume.
         """
         if not self.world.first or identity(self.folder) == self.folder_identity:
@@ -308,7 +307,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._bring_back(another)
 
     def _record_rows(self, error: LostProcess) -> None:
-        """Record the rows with which a process of `hybrid` has ended."""
+        """Record the rows with which a process of `hybrid` has died."""
         isolated = {stage.name for stage in (*self.flow.stages, *self.prepared.evaluation.stages) if can_isolate(stage)}
         for row in self.deaths.record("worker", error.rows if error.stage in isolated else ()):
             self.progress.print(left_out_line(row, "workers", first_line(error)))
@@ -319,7 +318,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if restart is Restart.WITH_ROWS:
             self.backend.load(checkpoint, state.version)
             return
-        with suppress(UserError, WorkerError):  # files of a later step that were being written
+        with suppress(UserError, WorkerError):  # unfinished files of a later step
             self.checkpoints.wait()
         self._restore(checkpoint, state)
         if self.metrics:
@@ -327,7 +326,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics = self._open_metrics(self.step)
 
     def _take_in(self, state: RunState) -> bool:
-        """Between two steps, take in processes that wait to become ranks; return True if there were some."""
+        """Between two steps, admit processes that wait to become ranks; return True if there were any."""
         elastic = self.world.elastic
         if elastic is None:
             if not self.controller.is_awaited():
@@ -348,8 +347,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
     def _regroup(self, state: RunState | None, error: LostPeers | None = None) -> None:
         """Continue with the ranks of the newest membership, which all join here.
 
-        `state` is that after the last whole step, None in a process that comes back. Raises LostPeers if the membership
-        is the old one.
+        `state` is that after the last complete step, None in a restarted process. Raises LostPeers if the membership
+        has not changed.
         """
         start = time.time()
         while True:
@@ -381,7 +380,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.world.regroup()
 
     def _settle(self, is_new: bool) -> None:
-        """Continue after the newest step whose state is in the memory of the ranks, else from a checkpoint."""
+        """Continue after the newest step whose state is in the ranks' memory, otherwise from a checkpoint."""
         settled, source = self._restored(is_new), "memory"
         if settled is not None:
             self.step, self.version = settled.step, settled.version
@@ -406,12 +405,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         while state is not None:
             if self.regrouping.replica.restore(state.step, rank_backend(self.backend).executor, has_state):
                 return state
-            # A rank was lost while it copied this one to others.
+            # A rank was lost while it copied this state to others.
             state = self.regrouping.agreed(is_new, before=state.step)
         return None
 
     def _drop_backend(self, error: BaseException | None = None) -> None:
-        """Free the backend, with its process groups, which the frames of an error may hold."""
+        """Free the backend, with its process groups, which an error's stack frames may hold."""
         with suppress(UserError, WorkerError, RuntimeError):
             self.checkpoints.wait()
         if self.backend is not None:
@@ -422,7 +421,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         free_groups(error)
 
     def _load_newest(self) -> str:
-        """Make the backend anew in this process, for the present ranks, and load the newest checkpoint; return its
+        """Rebuild the backend in this process for the current ranks, and load the newest checkpoint; return its
         name.
         """
         self.regrouping.load_instead()
@@ -436,7 +435,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return f"checkpoint {checkpoint.name}"
 
     def _write_files(self) -> None:
-        """Write the run's files from this process, which is the first rank now, after the present step."""
+        """Write the run's files from this process, which is now the first rank, after the current step."""
         if self.metrics is None:
             self.resources.enter_context(held_alone(self.folder))
             self.fingerprints = self.fingerprints or fingerprints(self.prepared)
@@ -469,7 +468,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics.trackers.write_report(report)
 
     def _one_step(self, state: RunState) -> None:
-        """Make the step after a state."""
+        """Make the step that follows a state."""
         if self.world.elastic is not None:
             self.regrouping.keep(state, rank_backend(self.backend))
         step, start = self.step + 1, time.perf_counter()
@@ -492,7 +491,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
             counted = result.sums.pairs()
             skipped = [n.removesuffix("/skipped_updates") for n in counted if n.endswith("/skipped_updates")]
-            # A role that skipped every optimizer step has learned nothing.
+            # A role that skipped every optimizer step has not been trained.
             self.checkpoints.learning = all(f"{role}/grad_norm" in counted for role in skipped)
             if self.records:
                 self.backend.record(rollout_path(self.folder, step), result.table, result.final)
@@ -519,11 +518,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.learning.note(metrics)
         try:
             self.failed.check(step, result.sums)
-            # Rows of a replay, and stale rows, come from other weights than those that they train.
+            # Rows of a replay, and stale rows, come from weights other than those in training.
             if self.replay is None and not self.prepared.deployment.trains_on_stale_rows:
                 self.gaps.check(metrics)
         except UserError:
-            # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's
+            # All ranks get the same result. The first that fails ends the others, and one of them writes the step's
             # line.
             self.world.gather("the line of the last step", None)
             raise
@@ -539,7 +538,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if error.batch is not None:
             if self.records:
                 self.backend.record(rollout_path(self.folder, step), *error.batch)
-            # The first rank that fails ends the others, which must have written their parts.
+            # The first rank that fails ends the others, so they must have written their parts.
             self.world.gather("the batch that is kept", None)
         again = (
             f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay "
@@ -559,7 +558,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         last = self.world.share("metrics", self.metrics.last if self.metrics else None)
         # A resumed run that had reached its target is complete.
         self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
-        # A run that was stopped in its first step and resumes has the line of step 0 already.
+        # A run that was stopped in its first step already has the line of step 0 when it resumes.
         evaluates = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if evaluates and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
@@ -588,7 +587,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return metrics
 
     def _best_before(self, name: str) -> float | None:
-        """Return the highest value of a metric among written checkpoints, as the first rank knows it."""
+        """Return the highest value of a metric among written checkpoints; all ranks get the first rank's value."""
         if self.world.first:
             self.checkpoints.wait()
         best = best_checkpoint(self.folder) if self.world.first else None
@@ -596,11 +595,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return self.world.share("best value", value)
 
     def _snapshot(self) -> RunState:
-        """Return the resume state beside the weights, as of the last complete step."""
+        """Return the resume state except the weights, as of the last complete step."""
         return RunState(self.step, self.version, self.controller.position(), self.fingerprints)
 
     def _save(self, state: RunState, wait: bool = False) -> None:
-        """Start to write the checkpoint of a step, unless it is written already; with `wait` wait until it is
+        """Start to write the checkpoint of a step, unless it is already written; with `wait` wait until it is
         complete.
         """
         if self.saved_step != state.step:
@@ -654,7 +653,7 @@ def train(config: Config, **options: Any) -> Path:
     """Run a configuration to its end, as `braid train` does, and return the run's folder; `options` are arguments of
     `TrainingRun`.
 
-    Raises LostProcess if processes were lost more often within an hour than `trainer.max_restarts` says.
+    Raises LostProcess if processes were lost more often within an hour than `trainer.max_restarts` allows.
     """
     config = with_fetched(config)
     repairs, deaths, folder = repair_budget(config), RowDeaths(), options.get("resume")

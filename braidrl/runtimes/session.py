@@ -1,4 +1,4 @@
-"""An RL algorithm as a plain loop: the methods of the flow's roles run at once, or under hybrid return futures.
+"""An RL algorithm as a plain loop: the methods of the flow's roles run immediately, or under hybrid return futures.
 
 with Session(config) as session:
     for rows in session.batches():
@@ -8,13 +8,13 @@ with Session(config) as session:
         session.actor.update(rows, loss=loss.clip())
         print(session.metrics())
 
-An update is made of two verbs, which a loop may call apart: accumulate several objectives, and step once.
+An update is made of two verbs, which a loop may call separately: accumulate several objectives, and step once.
 
         session.actor.forward_backward(rows, loss=loss.clip())
         session.actor.forward_backward(texts, loss="sft")
         session.actor.optim_step(learning_rate=1e-6)
 
-Under hybrid the driver runs the loop; under distributed every rank of `torchrun` runs it, each with its own rows.
+Under hybrid the driver runs the loop; under distributed every rank of `torchrun` runs it, each with its rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -132,7 +132,7 @@ class Session(AbstractContextManager["Session"]):
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
         """Run one stage, which need not be in the flow; return the rows with new columns, after `select` the kept rows.
 
-        An update computes old log-probs that it needs and the loop has not. Raises UserError if the stage cannot run on
+        An update computes old log-probs that it needs if the loop has not. Raises UserError if the stage cannot run on
         these rows.
         """
         stage = resolve(stage, self.config)
@@ -153,7 +153,7 @@ class Session(AbstractContextManager["Session"]):
         return rows.take([i for i, group in enumerate(index["group"].tolist()) if group not in reasons])
 
     def forward_backward(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Accumulate the gradients of an update's objective over rows, which hold whole groups; return the rows.
+        """Accumulate the gradients of an update's objective over rows, which hold complete groups; return the rows.
 
         Several objectives may be accumulated before `optim_step`. Each is divided by the counts of its own rows: their
         gradients add up as their losses would.
@@ -164,9 +164,9 @@ class Session(AbstractContextManager["Session"]):
         return rows
 
     def optim_step(self, role: str, overrides: StepOverrides = CONFIGURED) -> None:
-        """Make one optimizer step of what `forward_backward` has accumulated for a role.
+        """Make one optimizer step of the gradients that `forward_backward` has accumulated for a role.
 
-        Raises UserError if there is nothing.
+        Raises UserError if there are none.
         """
         self._check_open()
         if role not in self.accumulated:
@@ -179,7 +179,7 @@ class Session(AbstractContextManager["Session"]):
         self.trained = True
 
     def _trainable(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Return rows in the order of training, with old log-probs where the stage needs them.
+        """Return rows in the order of training, with old log-probs if the stage needs them.
 
         Raises UserError if the stage cannot train on them.
         """
@@ -188,7 +188,7 @@ class Session(AbstractContextManager["Session"]):
         if old in stage.reads and not self.closed and len(rows):
             # A batch of several updates, or of stale rows, is compared with the weights before its first update.
             columns = set(rows)
-            # A rank without rows has no columns to check, and takes part all the same.
+            # A rank without rows has no columns to check, but still participates.
             if any(self.world.gather("lacking columns", "tokens" in columns and old not in columns)):
                 table = self.run(Role(str(stage.role)).log_probs(), rows)
         self._check(stage, table)
@@ -240,8 +240,8 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.index(rows)
 
     def texts(self, rows: SessionTable) -> list[RowText]:
-        """Return each row's `prompt` and `response` as text, in the order of rows; under distributed of the rank's own
-        rows.
+        """Return each row's `prompt` and `response` as text, in the order of rows; under distributed only for the
+        rank's rows.
         """
         self._check_open()
         return self.backend.texts(rows)
@@ -263,7 +263,7 @@ class Session(AbstractContextManager["Session"]):
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role with the methods of `braidrl.flow.roles.Role` and the user's own, or a family of stages such as
+    """A role with the methods of `braidrl.flow.roles.Role` and the user's methods, or a family of stages such as
     `advantage`.
     """
 

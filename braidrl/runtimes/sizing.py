@@ -1,5 +1,5 @@
-"""Sizes that follow from device memory: slots, tokens of a micro-batch, and the memory share of a vLLM beside the
-trainer.
+"""Sizes that follow from device memory: slots, tokens of a micro-batch, and the memory share of a vLLM on the trainer's
+device.
 
 checked run ─▶ DeviceGroup: the roles of each device ─▶ Demand: bytes that they need
     ─fitting_sizes─▶ the configuration's open
@@ -45,7 +45,7 @@ class Demand:
     """The bytes that roles need on a device."""
 
     stays: int
-    """Always resident: weights, optimizers, gradients, an engine's own weights."""
+    """Always resident: weights, optimizers, gradients, an engine's separate weights."""
     training: int = 0
     """Needed by a micro-batch of any size, such as gathered weights."""
     token: int = 0
@@ -80,9 +80,9 @@ def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
 
 
 def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
-    """Return the configuration with these sizes, except where it sets its own."""
+    """Return the configuration with these sizes, except those that it sets."""
     rollout, trainer = config.rollout, config.trainer
-    # vLLM and servers with slots=auto begin as many rows as they have room for.
+    # vLLM and servers with slots=auto start as many rows as fit into their memory.
     adapts = rollout.slots == "auto" and rollout.engine in ("vllm", "http")
     if rollout.slots in (None, "auto") and slots is not None and not adapts:
         rollout = rollout.model_copy(update={"slots": slots})
@@ -105,7 +105,7 @@ def device_groups(deployment: Deployment) -> list[DeviceGroup]:
     """Return the devices of the pools' workers, or engines if a pool only generates, and the roles that they hold."""
     groups, flow = [], deployment.flow
     for pool in deployment.pools:
-        # A role that only follows another one has no optimizer.
+        # A role that is only a copy of another one (EMA) has no optimizer.
         uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
         uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
         engines = 1 if pool.models else max(1, pool.engines * pool.engine_devices)
@@ -127,26 +127,25 @@ def after_first(world: World, check: Callable[[], T]) -> T:
 
 
 def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[Prepared, list[str]]:
-    """Return a run as `prepare` does, with sizes that fit its devices, and lines about them; all ranks call this
-    together.
+    """Return a prepared run with sizes that fit its devices, and log lines about them; all ranks call this together.
 
-    All take the sizes of the device with the least memory: ranks that share a model must pack the same micro-batches.
-    Raises UserError also for what this machine lacks.
+    All use the sizes of the device with the least memory: ranks that share a model must pack the same micro-batches.
+    Raises UserError also for resources missing on this machine.
     """
     mode = MODES[config.runtime]
     if mode.placed:
         # Its generating workers read the data, and this process only checks that it exists.
         check_files(config, train)
-    # What the first rank proves of a model, the others of its machine find.
+    # Proofs of a model by the first rank are cached for the others on its machine.
     prepared = after_first(world, lambda: without_data(config, train))
     if lines := lacking(config):
         raise UserError(lines[0])
     if not mode.placed:
-        # Ranks that come later have no share of a file that is still being read.
+        # Ranks that join later have no share of a file that is still being read.
         opens = not mode.concurrent and world.elastic is None
         # A process that waits to become a rank reads the data alone.
         prepared = with_data(prepared, ranks=World() if world.is_waiting else world, opens=opens)
-    # A process that computes on the device itself may use what is free; others start later. Streaming evaluates in this
+    # A process that computes on the device may use its free memory; others start later. Streaming evaluates in this
     # process.
     free = not mode.placed and not (mode.concurrent and train)
     memory_of_ranks = world.gather("memory of the devices", device_memory(config.device, free=free))
@@ -154,7 +153,7 @@ def prepared_to_fit(config: Config, world: World, train: bool = True) -> tuple[P
 
 
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
-    """Fill in the sizes that the configuration leaves open by the devices' memory; also return a line about them.
+    """Fill in unset sizes from device memory; also return a log line.
 
     `memory` are the bytes of a device that the run may use; None without a CUDA device, where only `rollout.slots=auto`
     is chosen.
@@ -192,15 +191,15 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
 
 
 def demands(prepared: Prepared) -> list[Demand]:
-    """Return the needs of the roles on each kind of the run's devices; configured sizes count as resident, or as a
-    micro-batch's.
+    """Return the memory needs of the roles on each kind of the run's devices; configured sizes count as resident, or as
+    a micro-batch's.
     """
     config, engines, shared = prepared.config, prepared.deployment.engines, shares_devices(prepared)
     longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
     beside = shared and not config.rollout.vllm.get("enable_sleep_mode")
     groups = device_groups(prepared.deployment)
     if engines.started and not shared:
-        # Engine processes have devices of their own.
+        # Engine processes have separate devices.
         generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
         groups = [replace(g, uses=tuple(replace(u, generates=False) for u in g.uses if not u.apart)) for g in groups]
         groups += [DeviceGroup(engines.ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
@@ -240,7 +239,7 @@ def shares_devices(prepared: Prepared) -> bool:
 
 
 def beside_vllm(prepared: Prepared) -> list[int]:
-    """Return the bytes that training takes of each kind of device while a vLLM on it keeps its memory."""
+    """Return the bytes that training uses of each kind of device while a vLLM on it keeps its memory."""
     config, trained_bytes = prepared.config, []
     for group in device_groups(prepared.deployment):
         parts = [footprint(use, prepared.deployment, group.devices) for use in group.uses]
@@ -253,7 +252,7 @@ def beside_vllm(prepared: Prepared) -> list[int]:
 
 
 def check_engine_memory(prepared: Prepared) -> None:
-    """Raise UserError if a vLLM that shares a device with training asks for more memory than training leaves."""
+    """Raise UserError if a vLLM that shares a device with training requests more memory than training leaves."""
     config = prepared.config
     if config.rollout.engine != "vllm" or config.trainer.resident_gib is not None:
         return

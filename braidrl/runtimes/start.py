@@ -55,8 +55,8 @@ def start_backend(
     evaluates eagerly.
 
     `folder` is the run's, for files of workers. `world` holds the ranks of a distributed run, which stop together by
-    `interrupts`. With `any_stage` the caller runs stages of its own, as a session does. Raises UserError if the runtime
-    does not support the request.
+    `interrupts`. With `any_stage` the caller may run stages outside the flow, as a session does. Raises UserError if
+    the runtime does not support the request.
     """
     world, interrupts = world or World(), interrupts or Interrupts()
     deployment, config = prepared.deployment, prepared.config
@@ -73,7 +73,7 @@ def start_backend(
         name = f"rank-{world.rank}"
         at_end.append(executor.close)
     store = RowStore(prepared, curriculum_of(config, units_of(config, prepared.sources)))
-    # Only now: a refused run leaves nothing in its folder but its configuration.
+    # Only now: a refused run leaves only its configuration in its folder.
     trace = executor.generation.moves.trace = TraceWriter(folder, name) if folder else None
     return RankBackend(executor, store, world, interrupts, trace, any_stage)
 

@@ -77,7 +77,7 @@ def step_metrics(
         metrics["tokens/generated"] = (metrics["tokens/generated"] or 0) + int(
             of_namespace(result.generated, role)["action_tokens"].sum()
         )
-    # Scores given after the selection exist only for the batch.
+    # Scores computed after the selection exist only for the batch.
     metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     if "cost" in batch:
         metrics["cost/mean"] = mean_of(batch, "cost")
@@ -89,7 +89,7 @@ def step_metrics(
         metrics["staleness/max"] = int(version - batch["version"].min())
         metrics["staleness/on_policy_share"] = float((batch["version"] == version).double().mean())
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
-        # Given responses have no sampling policy to differ from.
+        # Responses from the data have no sampling policy to compare with.
         metrics["actor/kl_old"] = None
     # NaN means that nothing was counted.
     return {k: None if isinstance(value, float) and math.isnan(value) else value for k, value in metrics.items()}
@@ -134,7 +134,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
 
 
 def sampled_metrics(generated: Rows, batch: Rows) -> dict[str, float | int | None]:
-    """Return metrics of the responses, and how many groups carry a signal; of the batch if rewards come after the
+    """Return metrics of the responses, and the shares of groups with a signal; of the batch if rewards come after the
     selection.
     """
     metrics = dict[str, float | int | None]()
@@ -166,7 +166,7 @@ def mean_of(index: Rows, name: str) -> float | None:
 def summary(metrics: Mapping[str, float | int | None]) -> str:
     """Return the terminal line of a step."""
     parts = [f"step {metrics['step']}"]
-    # Of several trained roles the actor; a reward model is trained alone.
+    # Of several trained roles the actor; a reward model is trained without one.
     trained = [
         name.removeprefix("loss/") for name, value in metrics.items() if name.startswith("loss/") and value is not None
     ]
@@ -202,7 +202,7 @@ class GapWatch:
     """Ends a run whose engine and trainer diverge: missing weight updates, or different numerics."""
 
     def __init__(self, limit: float) -> None:
-        """Start; `limit` in nats per token."""
+        """Start with a `limit` in nats per token."""
         self._limit = limit
         self._largest: float | None = None
 
@@ -225,16 +225,19 @@ class GapWatch:
 
 
 class LearningWatch:
-    """Says once why a run learns nothing: several steps in a row had no signal, or all responses were cut."""
+    """Prints once why a run does not learn: several steps in a row had no signal, or all responses were truncated."""
 
     def __init__(self, flow: Flow, say: Callable[[str], object]) -> None:
-        """Start; `say` prints a line. Equal rewards are no fault where advantages do not compare a group's rows."""
+        """Start; `say` prints a line.
+
+        Equal rewards are not a fault if advantages do not compare a group's rows.
+        """
         compares = any(s.scope is Scope.GROUP and s.type.startswith("advantage.") for s in flow.stages)
         self._say = say
         self._steps = {name: 0 for name in NO_SIGNAL if compares or not name.startswith("groups/")}
 
     def note(self, metrics: Mapping[str, float | int | None]) -> None:
-        """Take a step's metrics, and print a line with the likely causes after some such steps in a row."""
+        """Record a step's metrics, and print a line with the likely causes after several such steps in a row."""
         for name in self._steps:
             self._steps[name] = self._steps[name] + 1 if metrics.get(name) == 1.0 else 0
             if self._steps[name] == STEPS_WITHOUT_SIGNAL:
@@ -242,10 +245,10 @@ class LearningWatch:
 
 
 class FailureWatch:
-    """Ends a run whose checks or trajectories fail, which would otherwise learn that every answer is wrong."""
+    """Ends a run whose checks or trajectories fail, which would otherwise learn from false zero rewards."""
 
     def __init__(self, most: float, steps: int, folder: Path) -> None:
-        """Start; `steps` failing steps in a row, of each more than the share `most`, end the run; 0 never ends it."""
+        """Start; `steps` failing steps in a row, each with more than the share `most`, end the run; 0 never ends it."""
         self._most, self._limit, self._folder = most, steps, folder
         self._steps, self._sums = 0, Sums()
 

@@ -3,7 +3,7 @@
 rows ──operations──▶ over seconds · operations per second    training and inference: model-FLOPs utilisation
 rows ──bytes───────▶ over seconds · bytes per second         generation: decode bandwidth utilisation
 
-A share travels as two sums, so that the total over processes and device kinds is all work done over all work possible.
+A share is sent as two sums, so that the total over processes and device kinds is all work done over all work possible.
 """
 
 import time
@@ -37,20 +37,20 @@ from braidrl.training.roles.worker import RoleWorker
 
 
 class Drawn(NamedTuple):
-    """Numbers of tokens (B,) drawn for rows, and sums (B,) of the context lengths at which they were drawn."""
+    """Numbers of generated tokens (B,), and sums (B,) of the context lengths at which they were generated."""
 
     tokens: NDArray[np.int64]
     seen: NDArray[np.int64]
 
     @staticmethod
     def after(prompts: Sequence[int], drawn: Sequence[Response]) -> "Drawn":
-        """Return the tokens drawn after prompts of these lengths."""
+        """Return the tokens generated after prompts of these lengths."""
         tokens = np.array([len(response.tokens) for response in drawn], dtype=np.int64)
         return Drawn(tokens, tokens * np.array(prompts, dtype=np.int64) + tokens * (tokens - 1) // 2)
 
     @staticmethod
     def played(trajectories: Sequence[Trajectory]) -> "Drawn":
-        """Return the tokens drawn in all turns of trajectories."""
+        """Return the tokens generated in all turns of trajectories."""
         tokens, attended = np.zeros((2, len(trajectories)), dtype=np.int64)
         for row, trajectory in ((row, t) for row, episode in enumerate(trajectories) for t in episode.every):
             actions, lengths = (
@@ -64,7 +64,7 @@ class Drawn(NamedTuple):
 
     @staticmethod
     def cat(parts: "Sequence[Drawn]") -> "Drawn":
-        """Return the rows of all parts."""
+        """Concatenate the rows of all parts."""
         return Drawn(np.concatenate([part.tokens for part in parts]), np.concatenate([part.seen for part in parts]))
 
 
@@ -106,7 +106,7 @@ class DeviceUsage:
     def computing(
         self, name: str, worker: TrainingBackend, sums: Sums, *passes: Rows, trains: bool = False
     ) -> Iterator[None]:
-        """Add the utilisation of operations per second in the block, under a stage's name; a user's own worker is not
+        """Add the utilisation of operations per second in the block, under a stage's name; a user's worker is not
         measured.
 
         `passes` are the rows that go through the model, forward and if it `trains` backward; none during an optimizer
@@ -139,14 +139,14 @@ class DeviceUsage:
         return self._sizes[role]
 
     def encoded(self, name: str, images: ModelImages | None, rows: int, sums: Sums) -> None:
-        """Add the images that a model's tower has encoded since its last stage, per row of the stage `name`."""
+        """Add the images that a model's vision tower has encoded since its last stage, per row of the stage `name`."""
         if images is None or not rows:
             return
         sums.add(f"images/{name}/encoded", images.encoded_count - self._encoded.get(images, 0), rows)
         self._encoded[images] = images.encoded_count
 
     def speculated(self, stage: Stage, counts: Speculated | None, sums: Sums) -> None:
-        """Add the gain by guesses of next tokens since this stage's last call; `counts` are the engine's."""
+        """Add the gain by speculative tokens since this stage's last call; `counts` are the engine's."""
         if counts is None:
             return
         new, self._speculated[stage.role] = counts.since(self._speculated.get(stage.role, Speculated())), counts
@@ -159,10 +159,10 @@ class DeviceUsage:
     def decoded(
         self, stage: Stage, drawn: Drawn, slots: int, seconds: float, sums: Sums, peak_rows: int | None = None
     ) -> None:
-        """Add the utilisation of memory bandwidth of a generate stage that took `seconds` for tokens drawn in `slots`
-        at once.
+        """Add the utilisation of memory bandwidth of a generate stage that took `seconds` for tokens generated in
+        `slots` concurrent slots.
 
-        `peak_rows` is the largest number of rows under way at once if others took turns with these.
+        `peak_rows` is the largest number of concurrent rows if processes took turns.
         """
         config, tokens = self.config, drawn.tokens[drawn.tokens > 0]
         if not len(tokens) or config.rollout.engine == "http" or self.rates is None:

@@ -32,7 +32,7 @@ class WeightFiles(Mapping[str, Tensor]):
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise UserError(f"model: {path} cannot be read: {error}; copy it again") from error
+                raise UserError(f"model: {path} cannot be read: {error}; copy it whole") from error
             self._files |= dict.fromkeys(file.keys(), file)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -66,7 +66,7 @@ from braidrl.training.roles.checkpoint import Write
 class HybridBackend:
     """Implements `SerialBackend` with handles.
 
-    Every role has a worker group; `home` makes the rows, and runs stages without a location.
+    Every role has a worker group; the group `home` makes the rows, and runs stages without a role.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class HybridBackend:
         resources: ExitStack,
         trace: TraceWriter | None,
     ) -> None:
-        """Store the parts that `start_hybrid_backend` has started; `close` ends `resources`. Without a loader it only
-        evaluates.
+        """Store the parts started by `start_hybrid_backend`; `close` ends `resources`.
+
+        Without a loader it only evaluates.
         """
         self.loader, self.workers, self.progress, self.config = loader, workers, progress, workers.prepared.config
         self.resources, self.trace = resources, trace
@@ -92,7 +93,7 @@ class HybridBackend:
         resources.enter_context(payload_forbidden())
 
     def read(self, origin: Origin) -> Handle:
-        """Read rows on the ranks of `home`, each its share."""
+        """Read rows on the ranks of `home`, a share on each."""
         for group in self.distinct:
             while group.unread:
                 worker, number = group.unread.popleft()
@@ -126,12 +127,12 @@ class HybridBackend:
     def _begin_stage(
         self, stage: Stage, table: Handle, iteration: int, sums: Sums, segment: Segment | None = None
     ) -> Handle:
-        """Start a stage with a role on all rows of a table at once."""
+        """Start a stage with a role on all rows of a table together."""
         output = Output(stage, table, iteration, sums)
         if segment is not None:
             role, index = str(stage.role), self.index(table)
             group = self.groups.get(role + GENERATE, self.groups[role])
-            # Groups may turn out not to be needed: every rank starts with the first ones.
+            # The last groups may not be needed: every rank starts with some of the first groups.
             parts = rows_of_ranks(in_turn(index["group"].numpy(), group.mesh.size).tolist(), group.mesh.size)
             self._begin(output, group, parts, None, segment)
         elif stage.role is not None:
@@ -163,7 +164,7 @@ class HybridBackend:
         self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def _begin_training(self, method: str, stage: Stage, table: Handle, iteration: int, sums: Sums) -> None:
-        """Call a method of the role's workers on their parts of the rows, with the counts of all."""
+        """Call a method of the role's workers on their parts of the rows, with the counts of all rows."""
         group, objective = self.groups[str(stage.role)], Objective.of(str(stage.role), stage.params)
         rows = of_namespace(table.index, objective.namespace)
         counts = ray.put(UpdateCounts.of(rows))
@@ -197,10 +198,11 @@ class HybridBackend:
         return self.workers.can_grow()
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names through its transfer protocol, and return the
-        collected result.
+        """Call a user's method of the class that `roles.ROLE.methods` names through its transfer protocol, and return
+        the collected result.
 
-        This is a table, at once, if the method writes columns. Raises UserError if there is no such method.
+        If the method writes columns, the result is a table, returned immediately. Raises UserError if there is no such
+        method.
         """
         owner = str(self.config.roles[role].methods)
         registration = registration_of(import_function(owner), method)
@@ -294,8 +296,8 @@ class HybridBackend:
         return where_computed(table, [*generating, *(output for output in table.outputs if output.stage is READ)])
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
-        """Start, or for a compute stage wait for, the inputs of a stage; then return its group, and the rows of each of
-        its ranks.
+        """Start the inputs of a stage, or wait for those of a compute stage; then return the stage's group, and the
+        rows of each of its ranks.
 
         A compute stage runs at `home`, where its payload is, with the rows of a group on one rank. If it reads only
         index columns the group is None, and the rows are those of `home`. Answers are verified where they were
@@ -326,7 +328,7 @@ class HybridBackend:
         return group, balanced_partition(costs, group.mesh.size, groups=prompts if enough else None, equal_size=True)
 
     def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, *more: Any) -> None:
-        """Send a stage that writes columns to a group, to `home` for None."""
+        """Send a stage that writes columns to a group; None means `home`."""
         assert output.table is not None
         group = group or self.home
         key, rows = next(self.keys), replace(output.table, parts=parts)
@@ -335,8 +337,8 @@ class HybridBackend:
         output.begin(key, group, futures, parts)
 
     def _begin_deferred(self, outputs: Iterable[Output]) -> None:
-        """Start the deferred stages: on the driver if a stage reads and writes only index columns, else where its rows
-        are.
+        """Start the deferred stages: on the driver if a stage reads and writes only index columns, otherwise on the
+        workers with its rows.
         """
         for output in outputs:
             if not (output.index is None and not output.futures):
@@ -358,7 +360,7 @@ class HybridBackend:
     def _totals(
         self, stage: Stage, table: Handle, group: WorkerGroup | None, parts: Partition, iteration: int = 0
     ) -> dict[str, Tensor]:
-        """Return a stage's sums over all rows, computed where each part is."""
+        """Return a stage's sums over all rows, computed by the workers that hold them."""
         if group is None:
             return summed(stage, table.index)
         called = group.call("sums", replace(table, parts=parts), stage, iteration, reads=columns_read(stage))
@@ -380,7 +382,7 @@ class HybridBackend:
         name = output.stage.name
         with self.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
             answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
-        # Ranks first: the result is then independent of what was counted before.
+        # Sum over ranks first: the result is then independent of earlier counts.
         output.sums.merge(Sums().merge(*(Sums(answer.sums) for answer in answers)))
         output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
         return answers
@@ -389,7 +391,7 @@ class HybridBackend:
 def start_hybrid_backend(
     prepared: Prepared, progress: Progress, folder: Path | None, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers, on the configured cluster by default, and have them read the data and load their models.
+    """Start the workers, on the configured cluster by default, and let them read the data and load their models.
 
     `folder` is the run's, for files of workers. Raises UserError if a placement, the data or a user's class cannot be
     used.
@@ -428,7 +430,7 @@ def start_hybrid_backend(
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
     """Wait until the workers have written their copies; `actors` are the workers at the time of copying.
 
-    Raises OSError if a worker could not write, and WorkerError if one is gone or the group was restarted since.
+    Raises OSError if a worker could not write, and WorkerError if one has died or the group was restarted since.
     """
     if group.actors is not actors:
         raise WorkerError(f"{group.pool.name} was started again while it wrote a checkpoint")

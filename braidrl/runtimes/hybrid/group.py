@@ -58,7 +58,7 @@ class WorkerGroup:
         self.numbers = range(self.first, self.first + self.mesh.size)
 
     def resize(self, places: Sequence[Reservation]) -> None:
-        """Continue with another number of workers in other places, after `end`."""
+        """Continue with a new number of workers at new locations, after `end`."""
         self.pool, self.places = replace(self.pool, workers=len(places)), places
         self.unread.clear()
         self.__post_init__()
@@ -73,7 +73,7 @@ class WorkerGroup:
             self.actors.append(actor)
 
     def end(self) -> None:
-        """End all actors at once, also stopped ones, and wait until their names are free."""
+        """Kill all actors, including stopped ones, and wait until their names are free."""
         names = [f"{self.cluster.family}-{number}" for number in self.numbers]
         self.cluster.end(self.actors, [process for process in self.processes if process is not None], names)
 
@@ -81,8 +81,8 @@ class WorkerGroup:
         """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the
         protocol.
 
-        `reads` are the columns of handles that workers need, by default all. `aside` runs beside the call that a worker
-        is busy with.
+        `reads` are the columns of handles that workers need, by default all. `aside` runs the call concurrently with a
+        worker's current call.
         """
         protocol: TransferProtocol = registration_of(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -92,7 +92,9 @@ class WorkerGroup:
     def send(
         self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False
     ) -> Future:
-        """Call a method of one rank, with its part of a table in place of the handle; the rest is as for `call`."""
+        """Call a method of one rank, with its part of a table in place of the handle; further arguments are as for
+        `call`.
+        """
         awaited: list[Future] = []
         plain = [a.part(awaited, reads) if isinstance(a, Handle) else a for a in arguments]
         # An aside call may overtake others, which still need the rows to be freed.
@@ -163,7 +165,7 @@ class WorkerGroup:
                 raise
             except (WorkerError, UserError):
                 continue
-        # The cause may be a dead worker of any pool whose rows or weights these calls needed.
+        # The cause may be a dead worker of any pool whose rows or weights these calls need.
         gone = [] if isinstance(failure, LostProcess) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
         if gone:
             names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
@@ -186,7 +188,7 @@ class RunWorkers:
 
         Returns the number of prompts, a message and a curriculum's units per source if `home` is among them, and reads
         data. Raises UserError if a worker refuses the configuration or the data, and WorkerError if one fails or sends
-        no answer for too long.
+        no answer in time.
         """
         config = self.prepared.config
         order = ray.put(replace(self.order, sizes={group.pool.name: group.pool.workers for group in self.groups}))
@@ -262,9 +264,8 @@ class RunWorkers:
     def replace_lost(self) -> list[str]:
         """Restart groups that lost a worker, that do not finish within `cluster.silence_s`, or that can grow again.
 
-        A rank of a group that does not finish may wait for a lost one. Return a line for each group whose size changes.
-
-        All others forget their rows. Raises WorkerError if the restart failed.
+        A rank of a group that does not finish may wait for a lost one. Returns a log line for each group whose size
+        changes. All other groups forget their rows. Raises WorkerError if the restart failed.
         """
         cluster = self.home.cluster
         cluster.look()
@@ -293,9 +294,9 @@ class RunWorkers:
         return lines
 
     def _find_places(self, group: WorkerGroup) -> str:
-        """Place a group on living nodes, unless its nodes live; return a line if its size changes.
+        """Place a group on living nodes, unless all of its nodes live; return a log line if its size changes.
 
-        Raises WorkerError if the nodes have no room for it.
+        Raises WorkerError if it does not fit on the nodes.
         """
         nodes, before = group.cluster.living_nodes(), group.pool.workers
         size = self.size_for(group, nodes)
@@ -311,7 +312,7 @@ class RunWorkers:
 
 
 def check_devices_alike(role: str, trains: str, generates: str) -> None:
-    """Raise UserError if a role trains on another kind of device than it generates on."""
+    """Raise UserError if a role's training and generation devices differ in kind."""
     if trains != generates:
         raise UserError(
             f"placement: {role} trains on {trains} and generates on {generates}; give both pools devices of one "
@@ -320,7 +321,7 @@ def check_devices_alike(role: str, trains: str, generates: str) -> None:
 
 
 def wait_all(started: Iterable[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
-    """Start calls of several groups, then wait for all; return the answers of each."""
+    """Start calls of several groups, then wait for all; return the answers of each group."""
     return [group.wait(futures) for group, futures in list(started)]
 
 
@@ -328,7 +329,7 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
     """Return the group that computes the first of these outputs, and each rank's rows, by the first output that has
     them.
 
-    Rank 0 also gets the rows of no worker of the group.
+    Rank 0 also gets the rows that are on no worker of the group.
     """
     group: WorkerGroup = outputs[0].group
     workers = torch.full((len(table),), -1)
@@ -349,7 +350,7 @@ def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
 
 
 def rows_of_ranks(rank_of: Iterable[int], ranks: int) -> Partition:
-    """Return the rows of each rank, given the rank of each row."""
+    """Return the rows of each rank, from the rank of each row."""
     parts: list[list[int]] = [[] for _ in range(ranks)]
     for row, rank in enumerate(rank_of):
         parts[rank].append(row)

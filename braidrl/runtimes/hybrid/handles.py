@@ -1,4 +1,4 @@
-"""The five types that carry rows: three in the driver, and two that travel. None of them has payload.
+"""The five types that carry rows: three in the driver, and two messages. None of them has payload.
 
 Handle    a table of the driver; immutable         rows        0 1 2 3 4 5     the row number of each row in an output
 Output    columns that one stage writes            generate    a a a b b b     deferred, then running, then complete
@@ -179,7 +179,7 @@ class Handle:
         return Handle(tuple(numbers), rows)
 
     def divide(self, parts: int) -> "list[Handle]":
-        """Return the rows of each rank: the assigned ones, else equal shares of neighbouring rows."""
+        """Return the rows of each rank: the assigned ones, otherwise equal shares of neighbouring rows."""
         if self.parts is not None:
             return [self.take(positions) for positions in self.parts]
         edges = [len(self) * n // parts for n in range(parts + 1)]
@@ -189,7 +189,9 @@ class Handle:
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
     def writers(self, names: Collection[str]) -> list[Output]:
-        """Return the outputs that write one of these columns, or a column that such an output also writes, in order."""
+        """Return, in order, the outputs that write one of these columns, or a column that such an output also
+        writes.
+        """
         needed, outputs = set(names), list[Output]()
         for output in reversed(self.outputs):
             if not needed.isdisjoint(output.stage.writes):
@@ -200,8 +202,8 @@ class Handle:
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None) -> Part:
         """Return the table as a worker receives it; append to `awaited` the futures whose answers the call needs.
 
-        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that
-        workers keep.
+        `reads` are the columns that the worker needs in addition to identity and length; by default all. Without them,
+        columns that workers keep are not sent by value.
         """
         if not len(self):
             return Part()

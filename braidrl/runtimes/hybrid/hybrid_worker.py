@@ -63,7 +63,7 @@ Meeting = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class RunOrder:
-    """The description of a run for all workers: from it and its number each worker derives its own work."""
+    """The description of a run for all workers: each worker derives its part from this and its number."""
 
     settings: dict[str, Any]
     """The configuration's values that are not defaults."""
@@ -88,7 +88,7 @@ class HybridWorker:
     def __init__(self) -> None:
         gc.freeze()  # Imported objects are not garbage.
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
-        # State of the call that a thread runs.
+        # State of the call in this thread.
         self.call = threading.local()
         self.resources = ExitStack()
         self.writing = BackgroundWriter()
@@ -112,8 +112,8 @@ class HybridWorker:
         """Call a method by name with the first `count` of `values`; the rest are answers of earlier calls that hold the
         arguments' rows.
 
-        Rows under the keys `released` are freed before. Any error but UserError becomes a WorkerError whose text holds
-        everything, since the exception behind it may not be serializable.
+        Rows under the keys `released` are freed before. Any error except UserError becomes a WorkerError with the full
+        text, since the original exception may not be serializable.
         """
         for key in released:
             self.kept.pop(key, None)
@@ -133,7 +133,10 @@ class HybridWorker:
 
     @register(protocol="ALL_TO_ALL")
     def join_run(self, number: int, order: RunOrder) -> int:
-        """Derive this worker's part from the run's configuration, or raise UserError; return the hash of its stages."""
+        """Derive this worker's part from the run's configuration; return the hash of its stages.
+
+        Raises UserError for a configuration that cannot run here.
+        """
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
@@ -213,8 +216,8 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path, copy: bool) -> None:
-        """Write checkpoints, or with `copy` start to, from copies: rank 0 the replicated parts, and every rank its
-        shards.
+        """Write checkpoints; with `copy` make copies and start to write them. Rank 0 writes the replicated parts, and
+        every rank its shards.
         """
         calls = self.executor.save(folder, self.rank == 0, copy)
         if copy:
@@ -267,9 +270,7 @@ class HybridWorker:
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
-        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it
-        writes.
-        """
+        """Call a user's method for a role, with rows in place of a part, and keep the columns that it writes."""
         call = partial(self.executor.own_method(stage), **stage.settings)
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
@@ -285,7 +286,7 @@ class HybridWorker:
 
     @register(protocol="DP")
     def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
-        """Make one optimizer step with the other ranks, each on its own rows; rank 0 counts what all ranks share."""
+        """Make one optimizer step with the other ranks, each on its rows; rank 0 counts shared quantities."""
         train, first = self.executor.train, self.rank == 0
         return self._compute(
             part,
@@ -351,7 +352,10 @@ class HybridWorker:
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
     ) -> CallResult:
-        """Keep the result of `run`. A rank without rows is left out if no other rank waits for it."""
+        """Keep the result of `run`.
+
+        A rank without rows is skipped if no other rank waits for it.
+        """
         if not len(part) and not self.executor.needs_all(stage):
             return CallResult()
         answer = self._compute(part, stage, iteration, run)
@@ -374,8 +378,9 @@ class HybridWorker:
         return CallResult(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None) -> Rows:
-        """Return a part's rows with index columns and the payload to read; None reads all. Raises TimeoutError naming
-        the late workers.
+        """Return a part's rows with index columns and the payload to read; None reads all.
+
+        Raises TimeoutError with the names of late workers.
         """
         if not len(part):
             return Rows({})
@@ -396,11 +401,11 @@ class HybridWorker:
                     to_fetch.append((worker, key, rows, named))
         segments += zip(places, self._collect(to_fetch), strict=True)
         local = (torch.arange(len(part)), unpack_rows(part.index))
-        # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
+        # If all columns are read, the driver's take precedence; otherwise running outputs come last.
         return merged_rows(len(part), [*segments, local] if reads is None else [local, *segments])
 
     def _collect(self, requests: Sequence[Wanted]) -> list[Rows]:
-        """Return kept rows: from here, else from other workers, of all keys in one message, in chunks of rows."""
+        """Return kept rows: local ones, and those of other workers, of all keys in one message, in chunks of rows."""
         fetched: list[list[Rows]] = [[] for _ in requests]
         messages: dict[tuple[int, int], list[tuple[int, int, Numbers, tuple[str, ...]]]] = {}
         for n, (worker, key, rows, names) in enumerate(requests):

@@ -39,7 +39,7 @@ MESHES = (
 def check_protocol(protocol: TransferProtocol) -> None:
     """Check that workers which return their rows return all rows once and in order, for up to 19 rows on any mesh.
 
-    The protocol's methods take rows and further arguments; it may give a row to several workers. Raises AssertionError
+    The protocol's methods take rows and further arguments; it may send a row to several workers. Raises AssertionError
     with the violated rule, and the numbers of rows and workers.
     """
     constant = object()

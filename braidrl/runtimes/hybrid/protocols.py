@@ -49,7 +49,9 @@ class Mesh:
 
 @runtime_checkable
 class DivisibleTable(RowTable, Protocol):
-    """The operations on rows that a protocol may use; under hybrid rows are a handle, and none of these moves them."""
+    """The operations on rows that a protocol may use; under hybrid rows are a handle, and these operations do not move
+    them.
+    """
 
     def divide(self, parts: int) -> Sequence[Any]:
         """Return one table per rank, of neighbouring rows in their order; some may be empty."""
@@ -98,7 +100,7 @@ def register(
 
 
 def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:
-    """Call rank i with the i-th element of each list. Raises ValueError if a list's length is not the group's."""
+    """Call rank i with the i-th element of each list. Raises ValueError if a list's length is not the group's size."""
     for arguments in lists:
         if len(arguments) != mesh.size:
             raise ValueError(f"{len(arguments)} arguments for {mesh.size} workers")
@@ -114,7 +116,7 @@ def by_share(name: str, about: str, shares: Callable[[Mesh], Sequence[Sequence[i
     """Return a protocol that divides rows into shares, one for each entry of `shares(mesh)`, which lists ranks.
 
     The ranks of an entry get the same rows, which may be none, and the first of them answers. All ranks get the same
-    other arguments. `about` says so in the catalogue.
+    other arguments. `about` is the protocol's description in the catalogue.
     """
 
     def distribute(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:

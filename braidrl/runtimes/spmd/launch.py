@@ -32,12 +32,10 @@ def in_ranks(
 ) -> Any:
     """Run `module:function(world, task)` on every rank; return rank 0's result, a JSON value.
 
-    The ranks that are left go on after a loss as long as there are `repairs` left, unless `torchrun` has started them.
-    Rows with which ranks end are recorded in `deaths`.
-
-    Under `torchrun` every rank calls this, and gets the result. A rank that only noticed another's failure prints one
-    line and ends. Raises UserError, before anything starts, for a configuration that the ranks cannot run, and
-    WorkerError if a rank fails.
+    The remaining ranks continue after a loss while `repairs` are left, unless `torchrun` has started them. Rows with
+    which ranks die are recorded in `deaths`. Under `torchrun` every rank calls this, and gets the result. A rank that
+    only noticed another's failure prints one line and ends. Raises UserError, before anything starts, for a
+    configuration that the ranks cannot run, and WorkerError if a rank fails.
     """
     check_launcher(config)
     plain_options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
@@ -48,7 +46,7 @@ def in_ranks(
         starter = RayLauncher(cluster, config.device) if deployment.launcher == "ray" else LocalLauncher(config.device)
         limits = cluster.wait_limit_s, starter, cluster.silence_s, repairs, deaths
         return run_ranks(entry, task, rank_pool(deployment), *limits)
-    # This process is a rank already.
+    # This process is already a rank.
     world = joined_world(config)
     try:
         result = world.share("the end of the run", resolve_name(entry)(world, task))
@@ -92,7 +90,7 @@ def joined_world(config: Config) -> World:
 
 
 def checked_ranks(config: Config) -> Deployment:
-    """Return where the ranks of a run are. Raises UserError if roles or devices do not fit them."""
+    """Return the devices of a run's ranks. Raises UserError if roles or devices do not fit them."""
     if config.placement != PlacementConfig():
         raise UserError("runtime=distributed has all roles on every rank; write placement=colocate, or runtime=hybrid")
     flow = build_flow(config)
@@ -108,6 +106,6 @@ def checked_ranks(config: Config) -> Deployment:
 
 
 def rank_pool(deployment: Deployment) -> Pool:
-    """Return the ranks, with the engine processes that each starts, under their name in errors."""
+    """Return the pool of the ranks, with the engine processes that each starts, and its name in errors."""
     (pool,) = deployment.pools
     return replace(pool, roles=("rank",))

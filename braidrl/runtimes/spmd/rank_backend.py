@@ -43,7 +43,7 @@ from braidrl.training.roles.checkpoint import Write
 class RankBackend:
     """The backend of a process that holds every role.
 
-    All ranks receive the same calls in the same order; eager has one.
+    All ranks receive the same calls in the same order; eager has one rank.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RankBackend:
     ) -> None:
         """Store the parts.
 
-        With `any_stage` stages need not be in the flow, and columns that it does not read any more are kept.
+        With `any_stage` stages need not be in the flow, and columns that no later stage of the flow reads are kept.
         """
         self.config, self.flow, self.executor, self.store = executor.config, executor.flow, executor, store
         self.loader = store.loader
@@ -74,7 +74,7 @@ class RankBackend:
         self.exchange.version = version
 
     def is_awaited(self) -> bool:
-        """Return False: ranks take processes in by themselves."""
+        """Return False: ranks admit processes without the controller."""
         return False
 
     def begin_again(self) -> bool:
@@ -87,7 +87,7 @@ class RankBackend:
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
         if copy:
             self.world.at(f"copying for {folder.name}")
-        # The first rank writes what all ranks hold.
+        # The first rank writes the replicated parts.
         return self.executor.save(folder, self.world.first, copy)
 
     def load(self, folder: Path, version: int) -> None:
@@ -95,7 +95,7 @@ class RankBackend:
         self.publish(version)
 
     def regroup(self) -> None:
-        """Work with the present ranks of the world from now on; all of them call this together."""
+        """Work with the world's current ranks from now on; all of them call this together."""
         self.exchange, self.waves = ShardExchange(self.world, self.interrupts, self.trace), 0
         self.accumulated.clear()
         self.executor.regroup()
@@ -108,14 +108,14 @@ class RankBackend:
             self.trace.close()
 
     def read(self, origin: Origin) -> Shard:
-        """Make this rank's share of the rows; of admitted prompts each rank tokenizes only its own."""
+        """Make this rank's share of the rows; each rank tokenizes only its admitted prompts."""
         rank, size, rows = self.world.rank, self.world.size, Rows({})
         self.world.at("admission" if isinstance(origin, Admission) else f"reading {type(origin).__name__}")
         if isinstance(origin, Admission):
             samples = self.config.rollout.samples_per_prompt
             group_of = torch.tensor(origin.numbers, dtype=torch.int64).repeat_interleave(samples)
-            # If selection may not need the last groups, every rank starts with the first ones; else with neighbouring
-            # rows.
+            # If selection may not need the last groups, every rank starts with some of the first groups; otherwise
+            # ranks get neighbouring rows.
             if self.flow.sampling_segment:
                 owner = torch.from_numpy(in_turn(group_of.numpy(), size))
             else:
@@ -137,7 +137,7 @@ class RankBackend:
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), rank), dict(rows.items()), Sums(), Sums())
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
-        """Run a stage where its rows are; inference is balanced first.
+        """Run a stage on the ranks that hold its rows; inference is balanced first.
 
         In a `segment` ranks exchange results, and end rows early, unless rows are isolated.
         """
@@ -150,7 +150,7 @@ class RankBackend:
         return self._run(stage, table, iteration, sums, segment)
 
     def _run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, segment: Segment | None = None) -> Shard:
-        """Run a stage on all rows of a table at once."""
+        """Run a stage on all rows of a table together."""
         self.exchange.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
         stop = None
@@ -199,7 +199,7 @@ class RankBackend:
         """Balance the rows over the ranks within each later update, so that they need not move again."""
         needed = self._reads(stage)
         if needed is not None:
-            # Columns that no stage from here on reads stay behind.
+            # Columns that no later stage reads are not moved.
             later = self.flow.stages[self.flow.stages.index(stage) :]
             needed = [column.name for s in later for column in self.flow.inputs[s.name]]
         index, owner = table.index, table.owner.clone()
@@ -304,7 +304,7 @@ class RankBackend:
             publish(path)
 
     def save_rows(self, path: Path, table: Shard) -> None:
-        """Move the rows, less than a batch, to the rank that writes the checkpoint."""
+        """Move the rows, fewer than a batch, to the rank that writes the checkpoint."""
         self.world.at(f"writing {path.name}")
         gathered = self.exchange.move(path.name, table, torch.zeros_like(table.owner))
         if self.world.first:
@@ -319,7 +319,7 @@ class RankBackend:
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
 
     def _reads(self, stage: Stage) -> list[str] | None:
-        """Return the columns that a stage of the flow reads; None for another stage, of an evaluation or a session."""
+        """Return the columns that a stage of the flow reads; None for a stage of an evaluation or a session."""
         if self.any_stage or stage.name not in self.flow.inputs:
             return None
         return [column.name for column in self.flow.inputs[stage.name]]
@@ -329,7 +329,7 @@ Names = tuple[list[str], list[str]]
 
 
 def united(low: Names, high: Names) -> Names:
-    """Return the union of two sets of names, each."""
+    """Return the unions of two pairs of name sets."""
     return sorted({*low[0], *high[0]}), sorted({*low[1], *high[1]})
 
 

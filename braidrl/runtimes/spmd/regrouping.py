@@ -26,7 +26,7 @@ from braidrl.runtimes.spmd.shard import Shard
 
 
 class Regrouping:
-    """One rank's share in the passage from one membership to the next."""
+    """One rank's share in the change from one membership to the next."""
 
     def __init__(self, deployment: Deployment, world: World) -> None:
         self.deployment, self.world = deployment, world
@@ -43,7 +43,7 @@ class Regrouping:
         """The members whose ranks are the owners of the rows in a state."""
 
     def keep(self, state: RunState, backend: RankBackend) -> None:
-        """Copy what the next step is going to change, once for each step. All members call this together."""
+        """Copy the state that the next step will change, once for each step. All members call this together."""
         if self.is_copied:
             self.states[state.step] = state
             self.replica.keep(state.step, backend.executor)
@@ -57,11 +57,12 @@ class Regrouping:
         self.replica.leave()
 
     def fits(self) -> bool:
-        """Return True if the present number of ranks can hold the roles."""
+        """Return True if the current number of ranks can hold the roles."""
         return self.has_replicas or fit(self.deployment.roles, self.deployment, self.world.size)
 
     def agreed(self, is_new: bool, before: float = math.inf) -> RunState | None:
-        """Return the newest state before step `before` that all members but new processes have; None if there is none.
+        """Return the newest state before step `before` that all members except new processes have; None if there is
+        none.
 
         All members call this together.
         """
@@ -77,13 +78,13 @@ class Regrouping:
         return self._shared(state, sender) if None in steps else state
 
     def load_instead(self) -> None:
-        """Forget the copies, and that this rank's tensors belong to a step: a checkpoint is loaded in their place."""
+        """Discard the copies and their step number: a checkpoint replaces this rank's tensors."""
         self.replica.copies.clear()
         self.states.clear()
         self.is_loading = True
 
     def end(self, state: RunState, backend: RankBackend) -> None:
-        """Keep only the state on which the members agreed, copied for the present ranks."""
+        """Keep only the state on which the members agreed, copied for the current ranks."""
         if self.is_copied:
             self.replica.copy_again(state.step, backend.executor)
         self.learn_rows(backend)
@@ -95,7 +96,7 @@ class Regrouping:
         backend.deaths.learn(self.world.isolated_rows())
 
     def _with_new_owners(self, state: RunState) -> RunState | None:
-        """Assign a state's waiting rows to the present ranks; return None if a lost rank held some."""
+        """Assign a state's waiting rows to the current ranks; return None if a lost rank held some."""
         now = self.world.members
         ranks = {rank: now.index(member) for rank, member in enumerate(self.members) if member in now}
         try:

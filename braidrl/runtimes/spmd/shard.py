@@ -5,7 +5,7 @@ rank 0      g0 g0 g1 g1                   0 0 1 1    tokens of rows 0, 1
 rank 1      g0 g0 g1 g1                   0 0 1 1    tokens of rows 2, 3
 
 gather      metric sums, added along a tree; new index columns, a few narrow numbers a row, on every rank
-move        payload to its new ranks, between those that send and receive some
+move        payload to its new ranks, between its senders and receivers
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,11 +98,14 @@ class Shard:
 
 
 class ShardExchange:
-    """The collectives of a table. Every rank makes the same calls in the same order, in iteration `iteration`."""
+    """The collectives of a table in iteration `iteration`.
+
+    Every rank makes the same calls in the same order.
+    """
 
     def __init__(self, world: World, interrupts: Interrupts, trace: TraceWriter | None) -> None:
         self.world, self.interrupts, self.trace = world, interrupts, trace
-        # A process alone has no others to wait for.
+        # A single process has no ranks to wait for.
         self.waits = trace if world.size > 1 else None
         self.iteration = self.version = 0
 
@@ -132,7 +135,7 @@ class ShardExchange:
     def gather(self, table: Shard, columns: Mapping[str, Column], local_sums: Sums, sums: Sums) -> Shard:
         """All-gather each rank's new columns and metric sums.
 
-        Raises KeyboardInterrupt on every rank if one was asked to stop.
+        Raises KeyboardInterrupt on every rank if one received a signal.
         """
         new = Rows(columns)
         report = StageReport(
@@ -207,7 +210,7 @@ class Form:
         return Form(dtype, shape, int(low), int(high))
 
     def of_both(self, other: "Form") -> "Form":
-        """Return the form of a column of the rows of two ranks."""
+        """Return the common form of a column of two ranks' rows."""
         return replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
 
     def narrowed(self, column: Tensor | None) -> Tensor:
@@ -224,14 +227,14 @@ NARROW = (torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def holds(dtype: torch.dtype, low: int, high: int) -> bool:
-    """Return True if an integer type holds a range."""
+    """Return True if an integer type can represent a range."""
     limits = torch.iinfo(dtype)
     return limits.min <= low and high <= limits.max
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """Metric sums of ranks after a stage, whether one of them was asked to stop, and the forms of new index columns."""
+    """Metric sums of ranks after a stage, whether one of them received a signal, and the forms of new index columns."""
 
     sums: dict[str, tuple[float, float]]
     asked: bool
@@ -240,7 +243,7 @@ class StageReport:
     """The index columns of two ranks, if they differ; a rank without rows has none."""
 
     def of_both(self, other: "StageReport") -> "StageReport":
-        """Return the report of two sets of ranks together."""
+        """Return the combined report of two sets of ranks."""
         sums = merged(self.sums, other.sums)
         kinds = [{name: (form.dtype, form.shape) for name, form in report.forms.items()} for report in (self, other)]
         differing = self.differing or other.differing
@@ -261,15 +264,15 @@ def merged(low: Pairs, high: Pairs) -> dict[str, tuple[float, float]]:
 
 
 def added(low: Mapping[str, Tensor], high: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add sums of the same names; one side may have none."""
+    """Add sums by name; one side may be empty."""
     return {name: low[name] + high[name] for name in low} if low and high else dict(low or high)
 
 
 def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | None = None) -> Tensor:
-    """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function;
-    `costs`, `owner` and `groups` are (B,) int64.
+    """Return each row's rank (B,): `owner` if it is balanced enough, otherwise the result of the partition function.
 
-    Rows of one of `groups` stay together. A new part goes, the fullest first, to the rank that already has most of it.
+    `costs`, `owner` and `groups` are (B,) int64. Rows of one of `groups` stay together. Parts are assigned from the
+    largest, each to the rank that already has most of it.
     """
     together = groups is None or len(groups.unique()) == len((groups * ranks + owner).unique())
     fullest = float(torch.bincount(owner, costs.double(), minlength=ranks).max())
@@ -284,7 +287,7 @@ def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | N
     cost_of = costs.numpy()
     if together and fullest <= IN_PLACE * np.bincount(part_of, cost_of).max():
         return owner
-    # What each rank has of a part already, the most first.
+    # The share of a part that each rank already has, largest first.
     pairs, pair_of_row = np.unique(part_of * ranks + owner.numpy(), return_inverse=True)
     here = np.bincount(pair_of_row, cost_of)
     rank_of, taken = dict[int, int](), set[int]()
