@@ -6,7 +6,7 @@ trained weights ──publish──▶ engines
 
 Partial rollout: a response draws at most its token budget, is suspended, and resumes in a later iteration.
 
-admitted, nothing drawn ─▶ generate ─over its budget──▶ suspended: tokens, log-probs, versions
+admitted, no tokens yet ─▶ generate ─over its budget──▶ suspended: tokens, log-probs, versions
     ─▶ generate, one version later
                                     ─ended──▶ verify, select, train
 
@@ -74,7 +74,7 @@ UNDRAWN = "undrawn"
 
 
 class WeightMoves:
-    """Records of weight transfers to another layout: a span each in the trace, and numbers for the next stage's
+    """Records of weight transfers to another layout: a trace span for each, and numbers for the next stage's
     metrics.
     """
 
@@ -96,7 +96,7 @@ class WeightMoves:
 
 
 def recorded_episodes(stage: Stage, rows: Rows, config: Config, version: int) -> dict[Uid, Recorded]:
-    """Return what the episodes of rows have drawn before; a row too stale for the next batch has no budget."""
+    """Return the recorded earlier draws of the rows' episodes; a row too stale for the next batch has no budget."""
     names = [column.name for column in returned_columns(columns_of(stage))]
     recorded = dict[Uid, Recorded]()
     for i, uid in enumerate(rows.uids()):
@@ -112,11 +112,11 @@ def recorded_episodes(stage: Stage, rows: Rows, config: Config, version: int) ->
 
 
 class PartialResponses:
-    """The earlier tokens of a generate stage's rows, and their present budgets."""
+    """The earlier tokens of a generate stage's rows, and their current budgets."""
 
     def __init__(self, stage: Stage, rows: Rows, config: Config, version: int) -> None:
-        """Collect the earlier tokens of rows, which weights of `version` continue; a row too stale for the next batch
-        has no budget.
+        """Collect the earlier tokens of rows, to be continued by weights of `version`; a row too stale for the next
+        batch has no budget.
         """
         self.config, self.asked = config, dict[Uid, Request]()
         self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
@@ -142,8 +142,8 @@ class PartialResponses:
         return list(self.asked.values())
 
     def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
-        """Return the response with its earlier part; it is suspended if its budget is spent, unless it is complete or
-        repeats itself.
+        """Return the response appended to its earlier part; it is suspended if its budget is spent, unless it is
+        complete or repeats a phrase.
         """
         request, response = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
         spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
@@ -156,7 +156,7 @@ class PartialResponses:
 
 
 def images_seen(engine: RoleEngine) -> ModelImages | None:
-    """Return the images of an engine in this process; None if it sees none or runs elsewhere."""
+    """Return the images of an engine in this process; None for a text-only or remote engine."""
     return engine.images if isinstance(engine, EmbeddedEngine) else None
 
 
@@ -164,8 +164,9 @@ class Generation:
     """The engines of generating roles, by role, and the running checks."""
 
     def __init__(self, prepared: Prepared, progress: Progress, ranks: DataParallel, checks: bool) -> None:
-        """Start without engines; `ranks` are the processes that generate a batch together. Without `checks` no answer
-        is verified.
+        """Start without engines; `ranks` are the processes that generate a batch together.
+
+        Without `checks` this process verifies no answers.
         """
         config, self.flow, self.tokenizer = prepared.config, prepared.deployment.flow, prepared.tokenizer
         self.config, self.progress, self.ranks = config, progress, ranks
@@ -179,7 +180,7 @@ class Generation:
         self.spans = EpisodeSpans(config.rollout.environment.spans)
 
     def start_engine(self, role: str, worker: TrainingBackend | None) -> None:
-        """Start the engine that generates with the weights of `worker`; without one, `exchange_weights` names their
+        """Start the engine that generates with the weights of `worker`; without a worker, `exchange_weights` names the
         trainer later.
         """
         ranks = self.ranks if worker is None else worker.ranks
@@ -198,7 +199,7 @@ class Generation:
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.deployment, ranks)
 
     def regroup(self, workers: Mapping[str, TrainingBackend]) -> None:
-        """Make publishers for ranks that have changed; all of them call this together."""
+        """Make publishers for the ranks after a change; all of them call this together."""
         for role, publisher in list(self.publishers.items()):
             publisher.close()
             self.publishers[role] = publisher_of(workers[role], self.engines[role], self.deployment)
@@ -217,12 +218,12 @@ class Generation:
             return {}
         if self.vision is not None and "images" not in rows:
             raise UserError(
-                f"{stage.name}: the model sees, and its rows have no column `images`; a session under runtime=hybrid "
-                "does not carry them: write runtime=eager"
+                f"{stage.name}: the model takes images, and its rows have no column `images`; a session under "
+                "runtime=hybrid does not carry them: write runtime=eager"
             )
         requests = requests_of(stage, rows, self.config)
         position = {uid: i for i, uid in enumerate(rows.uids())}
-        # Greedy decoding gives all samples of a prompt the same tokens: one is generated for all.
+        # Greedy decoding gives all samples of a prompt the same tokens: only one is generated.
         greedy = sampling_of(stage, self.config).takes_likeliest
         leader: dict[tuple[int, int], Uid] = {}
         undrawn = self._all_undrawn(stage, rows)
@@ -230,7 +231,7 @@ class Generation:
         requests = [request for request in requests if first[request.uid] == request.uid and request.uid not in undrawn]
         partial = self.partial(stage, rows, self.moves.version)
         requests = partial.rest(requests) if partial else requests
-        # Answers in a suspended group would be checked in vain.
+        # Answers of a suspended group need no checks yet.
         verify = [] if partial else early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, position, verify, bar, stop)
@@ -263,9 +264,10 @@ class Generation:
         stop: EarlyStop | None,
         sums: Sums,
     ) -> list[Response]:
-        """Return the responses of requests, in their order; ranks that make a `stop` draw waiting rows of one another.
+        """Return the responses of requests, in their order; ranks that share a `stop` generate waiting rows of each
+        other.
 
-        `ended` is called with each response that ends by itself.
+        `ended` is called with each response that ends without being stopped.
         """
         engine, loans = self.engines[str(stage.role)], None if stop is None else stop.loans
         changes = stop.changes if stop is not None and (loans is not None or stop.segment is not None) else None
@@ -294,7 +296,7 @@ class Generation:
     def _play(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
         """Play trajectories in the stage's environment; environment failures are counted and the first is shown.
 
-        If there are more ranks than episodes at once, ranks play in turn.
+        If there are more ranks than concurrent episodes, ranks play in turn.
         """
         engines = {role: self.engines[role] for role in policies_of(stage)}
         engine = engines[str(stage.role)]
@@ -338,8 +340,9 @@ class Generation:
         finished: Callable[[Trajectory], None] = lambda trajectory: None,
         version: int = 0,
     ) -> list[Trajectory]:
-        """Return a trajectory for each row, played on a running engine; `finished` is called with each one that
-        ends. In partial rollout weights of `version` continue episodes.
+        """Return a trajectory for each row, played on a running engine; `finished` is called with each one that ends.
+
+        In partial rollout weights of `version` continue episodes.
         """
         if not len(rows):
             return []
@@ -352,7 +355,8 @@ class Generation:
         prompts = PromptTemplate.of(self.tokenizer, self.config.data, self.vision)
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
         if not self.config.reward.skip_special_tokens and not stage.params["environment"].startswith(AGENTS):
-            # Environments see what verifiers see. Clients of the endpoint see what servers of its protocol send.
+            # Environments get the same text as verifiers. Clients of the endpoint get the same text as from other
+            # servers of its protocol.
             ends = end_ids_of(self.config.model.expanduser(), self.tokenizer)
             pad = getattr(self.tokenizer, "pad_token_id", None)
             template = replace(template, hidden=frozenset(token for token in (*ends, pad) if token is not None))
@@ -388,7 +392,7 @@ class Generation:
         return await player.play(rows)
 
     def _all_undrawn(self, stage: Stage, rows: Rows) -> dict[Uid, Response | Trajectory]:
-        """Return the results of the rows that a stage leaves out."""
+        """Return the results of the rows that a stage skips."""
         left_out = stage.params.get(UNDRAWN)
         if not left_out or not len(rows):
             return {}
@@ -396,7 +400,7 @@ class Generation:
         return {uid: self.undrawn(stage, rows.take([position])) for uid, position in positions.items()}
 
     def undrawn(self, stage: Stage, row: Rows) -> Response | Trajectory:
-        """Return the result of a row that is left out because processes ended with it, without drawing or checking."""
+        """Return the result of a row that is skipped because processes died with it, without generation or checks."""
         (uid,) = row.uids()
         self.checks.left_out.add(uid)
         engine = self.engines[str(stage.role)]
@@ -441,11 +445,11 @@ class Generation:
         for number, into in enumerate(namespaces_of(stage.params)):
             trajectories = [episode.every[number] for episode in played]
             columns |= self.named(into, trajectory_columns(trajectories, limits, columns_of(stage), sees))
-        # A row is as old as the oldest token of its episode.
+        # A row's version is that of the oldest token of its episode.
         return with_oldest_version(columns) if policies_of(stage)[1:] else columns
 
     def named(self, into: str | None, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-        """Return the generated columns in a namespace, and each row's count of reconsiderations."""
+        """Return the generated columns in a namespace, and each row's count of reflection phrases."""
         tokens, mask = columns["tokens"], columns["action_mask"]
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
         reflections = torch.zeros(len(tokens), dtype=torch.int64)
@@ -467,7 +471,7 @@ class Generation:
         return rewards
 
     def close(self) -> None:
-        # The event loop is the first one's; policies may share an engine.
+        # The event loop is that of the first engine; policies may share an engine.
         for engine in reversed(dict.fromkeys(self.engines.values())):
             engine.close()
         for publisher in self.publishers.values():
@@ -492,7 +496,7 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
 
 
 def sampling_of(stage: Stage, config: Config) -> SamplingParams:
-    """Return a generate stage's sampling settings: its own, else those of `rollout`."""
+    """Return a generate stage's sampling settings: those of the stage, otherwise those of `rollout`."""
     rollout, params = config.rollout, stage.params
     settings = {name: params.get(name, getattr(rollout, name)) for name in ("temperature", "top_p", "top_k")}
     return SamplingParams(
@@ -505,7 +509,7 @@ def sampling_of(stage: Stage, config: Config) -> SamplingParams:
 
 
 def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
-    """Return the limits of a trajectory of so many tokens, prompt included; ranks that play together divide
+    """Return the limits of a trajectory of `tokens` tokens including the prompt; ranks that play together divide
     `at_once`.
     """
     environment, right = config.rollout.environment, config.reward.correct_score

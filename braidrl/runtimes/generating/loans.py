@@ -1,11 +1,11 @@
-"""Generation over the engines of all ranks: rows that wait on one rank are drawn where slots are free.
+"""Generation over the engines of all ranks: waiting rows move to ranks with free slots.
 
 rank 0   requests ─▶ engine: running rows, waiting rows ──lent──▶ mail ──▶ rank 1's engine, which has free slots
 rank 0   ◀──────────────── responses, as if drawn here ◀── mail ◀────────────┘
 
 The rounds of `EarlyStop` add up how many rows wait and how many slots are free. Only when both exist, the next round
-has these numbers of each rank, and all ranks derive the same moves from them. A row stays its rank's: checks, columns
-and all later stages are where they would have been, and draws belong to the row, so no result depends on these moves.
+has these numbers for each rank, and all ranks derive the same moves from them. A row still belongs to its rank, with
+its checks, columns and all later stages. Draws belong to the row, so no result depends on these moves.
 """
 
 import time
@@ -35,7 +35,9 @@ class Move:
 
 
 def skimmed(amounts: Sequence[int], count: int) -> list[int]:
-    """Return how much to take of each amount, `count` in all, so that the largest remainder is as small as possible."""
+    """Return how much to take from each amount, `count` in total, so that the largest remainder is as small as
+    possible.
+    """
     order = sorted(range(len(amounts)), key=lambda i: (-amounts[i], i))
     taken, total = [0] * len(amounts), 0
     for largest, i in enumerate(order, 1):
@@ -61,9 +63,9 @@ def planned_moves(waiting: Sequence[int], free: Sequence[int]) -> list[Move]:
 
 
 class Loans:
-    """One rank's rows on other ranks' engines, and other ranks' rows on its own, in one wave.
+    """One rank's rows on other ranks' engines, and other ranks' rows on its engine, in one wave.
 
-    Until `open` and after `close` it neither lends nor borrows.
+    Before `open` and after `close` it neither lends nor borrows.
     """
 
     def __init__(self, world: World, wave: int) -> None:
@@ -98,12 +100,14 @@ class Loans:
         return self.world.mail
 
     def open(self, engine: RoleEngine, requests: Iterable[Request], on_returned: Callable[[Response], None]) -> None:
-        """Begin to lend waiting rows of `requests`, returned through `on_returned`, and to borrow."""
+        """Start to lend waiting rows of `requests`, which return through `on_returned`, and to borrow rows."""
         self.engine, self.on_returned = engine, on_returned
         self.own = {request.uid: request for request in requests}
 
     def numbers(self) -> list[int]:
-        """Return what this rank adds to a round: its waiting rows and free slots; if asked also at its rank's place."""
+        """Return what this rank adds to a round: its waiting rows and free slots, and with `each` the same at its
+        rank's index.
+        """
         rank, size = self.world.rank, self.world.size
         waiting = free = 0
         if self.engine is not None:
@@ -117,7 +121,7 @@ class Loans:
         return [waiting, free, *by_rank]
 
     def take(self, totals: Sequence[int]) -> None:
-        """Take the sums of a round over all ranks' `numbers`."""
+        """Process the sums of a round over all ranks' `numbers`."""
         waiting, free, *by_rank = totals
         self.may_come, self.by_rank = waiting > 0, waiting > 0 and free > 0
         if by_rank and self.engine is not None:
@@ -128,9 +132,9 @@ class Loans:
                     self.coming[self._key("lent", move.lender, move.borrower)] = move.rows
 
     def changes(self, ended: Sequence[Uid], is_over: bool) -> Changes:
-        """Return what changes for the engine: rows of this rank that end now, rows lent, and rows borrowed.
+        """Return the changes for the engine: rows of this rank that end now, rows lent, and rows borrowed.
 
-        If the wave `is_over` no row is needed any more, here or elsewhere.
+        If the wave `is_over` no row of any rank is needed any more.
         """
         if is_over:
             self._forget()
@@ -147,7 +151,7 @@ class Loans:
         return Changes([*ended, *leaving], added, more)
 
     def ended(self, response: Response) -> bool:
-        """Take the result of a borrowed row; return False for a row of this rank, which the caller handles."""
+        """Process the result of a borrowed row; return False for a row of this rank, which the caller handles."""
         if response.uid not in self.borrowed:
             # A row that ends while it is lent comes back with the same tokens.
             return response.uid in self.lent
@@ -161,7 +165,7 @@ class Loans:
         self.engine = None
 
     def clear_mail(self) -> None:
-        """Delete this rank's messages, after the last round: no rank reads any more."""
+        """Delete this rank's messages after the last round, when no rank reads them."""
         for key in self.written:
             self.mail.delete_key(key)
 
@@ -170,7 +174,7 @@ class Loans:
         return [uid for uid in self.engine.waiting_rows() if uid in self.own and uid not in self.lent]
 
     def _lend(self, move: Move) -> list[Uid]:
-        """Send this rank's last waiting rows, some of which may have started since the round; return those sent."""
+        """Send this rank's last waiting rows, some of which may have started since the round; return the rows sent."""
         uids = self._waiting()[-move.rows :]
         self._put(self._key("lent", move.lender, move.borrower), [self.own[uid] for uid in uids])
         self.lent |= dict.fromkeys(uids, move.borrower)
@@ -204,14 +208,14 @@ class Loans:
                     self.on_returned(response)
 
     def _forget(self) -> None:
-        """Forget rows that are not needed: those that are lent end without tokens."""
+        """Forget rows that are not needed: lent rows end without tokens."""
         for uid in self.lent:
             request = self.own[uid]
             self.returned[uid] = EngineRow(request, request.sampling.max_tokens).finished(aborted=True)
         self.lent, self.coming, self.finished, self.moves = {}, {}, {}, []
 
     def _key(self, name: str, sender: int, receiver: int) -> str:
-        """Return the key of the next message between two ranks, which both count."""
+        """Return the key of the next message between two ranks; both count messages."""
         kind = f"{name}/{sender}/{receiver}"
         self.counts[kind] += 1
         return f"{self.wave}/{kind}/{self.counts[kind]}"

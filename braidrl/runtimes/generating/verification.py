@@ -3,8 +3,8 @@
 engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Checks.begin ─▶ reward processes
                                        verify stage ──▶ Checks.results ◀──┘
 
-Early stop aborts groups that the batch turns out not to need. Each rank decides groups of its own, and ranks add up how
-many are kept before the first undecided one:
+Early stop aborts groups that the batch no longer needs. Each rank decides its groups, and ranks sum how many are kept
+before the first undecided one:
 
 finished rows ──▶ checks ──▶ whole groups ──select──▶ kept or not ──▶ first undecided, kept before it
                     │  ▲                                                      │
@@ -44,7 +44,10 @@ VERIFY_CHUNK = 8
 
 
 class Checks:
-    """The running checks, by verify stage. Without `rewards` this process makes none."""
+    """The running checks, by verify stage.
+
+    Without `rewards` this process makes none.
+    """
 
     def __init__(self, rewards: RuleRewards | None, progress: Progress) -> None:
         self.rewards, self.progress = rewards, progress
@@ -64,7 +67,7 @@ class Checks:
     def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
         """Return the results of `rows`, in their order; missing checks start now.
 
-        Several threads may ask for theirs.
+        Thread-safe.
         """
         uids = set(rows.uids())
         with self.lock:
@@ -77,12 +80,12 @@ class Checks:
         with self.progress.stage(stage.name, len(rows)) as bar:
             parts = []
             for part, pending in started:
-                with WORK.waiting():  # checks have their own limits
+                with WORK.waiting():  # checks have separate limits
                     columns = pending.result(scores_of(stage))
                 parts.append(part.only(IDENTITY).with_columns(columns))
                 bar.update(len(part))
                 for kind, words in pending.count(scores_of(stage), sums).items():
-                    if kind not in self.shown:  # later ones of the same kind are only counted
+                    if kind not in self.shown:  # later failures of the same kind are only counted
                         self.shown.add(kind)
                         self.progress.print(f"{words}; its row counts as wrong")
         checked = Rows.cat(parts)
@@ -98,9 +101,9 @@ class Segment:
     verify: tuple[Stage, ...]
     select: tuple[Stage, ...]
     target: int
-    """The groups of the batch."""
+    """Number of groups of the batch."""
     kept: tuple[int, ...] = ()
-    """The groups that are kept already."""
+    """The groups that are already kept."""
 
     def is_enough(self, kept: int, undecided: int) -> bool:
         """Return True if the batch is known: all groups before the first undecided one are decided, and enough of them,
@@ -110,7 +113,9 @@ class Segment:
 
 
 def segment_of(flow: Flow, iteration: int, target: int, kept: Sequence[int] = ()) -> Segment | None:
-    """Return the flow's sampling segment, or None if selection needs more than rules see, or if stages are skipped."""
+    """Return the flow's sampling segment; None if selection needs other columns than those of rule checks, or if stages
+    are skipped.
+    """
     if not flow.sampling_segment:
         return None
     generate, *rest = flow.sampling_segment
@@ -123,8 +128,8 @@ def segment_of(flow: Flow, iteration: int, target: int, kept: Sequence[int] = ()
 
 
 class EarlyStop:
-    """One rank's part of a wave: ends its rows early, counts those of all ranks, lends waiting rows to other ranks, and
-    keeps the order of ranks that play in turn.
+    """One rank's part of a wave: it ends rows early, counts rows over all ranks, lends waiting rows, and keeps the
+    order of ranks that play in turn.
     """
 
     def __init__(
@@ -136,7 +141,8 @@ class EarlyStop:
         world: World | None = None,
         wave: int = 0,
     ) -> None:
-        """Start a wave, of a number new on all ranks, with this rank's rows `uids` of groups of so many `samples`.
+        """Start a wave, numbered in the same way on all ranks, with this rank's rows `uids` of groups of `samples`
+        rows.
 
         Without a `segment` no row ends early. All ranks of `world` make one; None for one rank.
         """
@@ -176,14 +182,14 @@ class EarlyStop:
             self.waiting.append((rows, [checks[stage.name] for stage in self.segment.verify]))
 
     def count(self, tokens: int) -> None:
-        """Count a finished row, and show the rows of all ranks."""
+        """Count a finished row, and show the progress of all ranks."""
         rows, before, total = self.counted
         self.counted = rows + 1, before + tokens, total
         if self.segment is None and (self.loans is None or self.loans.engine is None):
             self.rows_to_end()
 
     def changes(self) -> Changes:
-        """Return what changes for this rank's engine. Never waits for another rank."""
+        """Return the changes for this rank's engine. Never waits for another rank."""
         ended = self.rows_to_end()
         if self.loans is None:
             return Changes(ended)
@@ -197,7 +203,7 @@ class EarlyStop:
             is_enough = totals is not None and self._take(totals)
             self.rounds.join(*self._numbers())
         else:
-            # One rank knows without a round.
+            # A single rank needs no round.
             self.before = min(self.undecided, default=NOTHING_LEFT)
             is_enough = self.segment is not None and news and self.segment.is_enough(self._certain(), self.before)
         self.is_over = self.is_over or is_enough
@@ -221,7 +227,7 @@ class EarlyStop:
     def close(self, complete: bool = True) -> None:
         """Report the remaining results and wait for the other ranks, after all rows of this rank have ended.
 
-        Without `complete` some have not ended, and there are no results.
+        Without `complete` some rows have not ended, and there are no results.
         """
         if self.is_closed:
             return
@@ -254,7 +260,7 @@ class EarlyStop:
         return sum(group < self.before for group in self.kept)
 
     def _take(self, totals: RoundTotals) -> bool:
-        """Take the totals of a round; return True if no further row is needed."""
+        """Process the totals of a round; return True if no further row is needed."""
         certain, *counts = totals.sums[:4]
         left, *shared = totals.sums[4:]
         self.is_interrupted = left > 0
@@ -268,7 +274,9 @@ class EarlyStop:
         return is_enough
 
     def _decide(self, wait: bool) -> bool:
-        """Decide the groups whose rows are all checked, with `wait` all of this rank's; return True for new ones."""
+        """Decide the groups whose rows are all checked, with `wait` all of this rank's groups; return True if new ones
+        were decided.
+        """
         ready = [wait or all(check.done() for check in checks) for _, checks in self.waiting]
         taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
@@ -294,7 +302,7 @@ class EarlyStop:
         return bool(complete)
 
     def _collect(self) -> None:
-        """Take rows of this rank's groups that other ranks have sent, once all rows of a group have arrived."""
+        """Receive rows of this rank's groups from other ranks, once all rows of a group have arrived."""
         for group in list(self.awaited):
             keys = [self._key(uid) for uid in self.awaited[group]]
             assert self.mail is not None
@@ -321,19 +329,21 @@ class EarlyChecks:
         bar: Bar,
         stop: EarlyStop | None,
     ) -> None:
-        """Start; `positions` is each row's position in `rows`, and `verify` the stages that may start early. `stop`
-        gets each finished row.
+        """Start without rows; `positions` is each row's position in `rows`, and `verify` the stages that may start
+        early.
+
+        `stop` gets each finished row.
         """
         self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, positions, bar
         self.verify = verify if checks.rewards is not None else ()
         for stage in self.verify:
-            # Those left belong to rows that ended early with their group and never reached the stage.
+            # The remaining ones belong to rows that ended early with their group and never reached the stage.
             checks.pending.pop(stage.name, None)
         self.stop, self.chunk = stop, VERIFY_CHUNK if stop is None or stop.segment is None else 1
         self.waiting: list[Response] = []
 
     def add(self, finished: Response) -> None:
-        """Take a finished row from the engine; called in the order in which rows end."""
+        """Add a finished row of the engine; called in the order in which rows end."""
         self.bar.update(1, len(finished.tokens), self.engine.in_flight)
         if self.stop is not None:
             self.stop.count(len(finished.tokens))

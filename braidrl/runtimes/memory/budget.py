@@ -39,18 +39,18 @@ PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", PANELS: "eng
 
 @dataclass(frozen=True)
 class RoleUse:
-    """A role on a device, and its use there."""
+    """A role on a device, and its work there."""
 
     role: str
     trained: bool
     generates: bool
     apart: bool = False
-    """True if it generates in its own pool."""
+    """True if it generates in a separate pool."""
 
 
 @dataclass(frozen=True)
 class EngineUse:
-    """An engine: `divisor` ranks shard it; without `own_weights` it decodes with the trainer's."""
+    """An engine: `divisor` ranks shard it; without `own_weights` it decodes with the trainer's weights."""
 
     shape: Shape
     slots: int
@@ -82,11 +82,11 @@ class RoleDeployment:
     moment_bytes: float = MASTER_BYTES
     """Bytes of each of the optimizer's two moments of a float32 weight."""
     images: int = 0
-    """Bytes of encoded images that it keeps, at most."""
+    """Maximum bytes of encoded images that it keeps."""
     shares_engine: bool = False
-    """Another role's engine draws for it too (`rollout.shared_base`)."""
+    """Another role's engine also generates for it (`rollout.shared_base`)."""
     shares_base: bool = False
-    """Where that engine is, the weights under its adapters are those of that role."""
+    """On that engine's devices, its adapters use the base weights of the other role."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ def footprint(use: RoleUse, deployment: Deployment, devices: int) -> Footprint:
 
 
 def role_deployment(use: RoleUse, deployment: Deployment, devices: int) -> RoleDeployment:
-    """Return a role's configured deployment on so many devices. Raises UserError if its layout does not fit."""
+    """Return a role's configured deployment on this number of devices. Raises UserError if its layout does not fit."""
     config, decoding_ranks, placed = deployment.config, deployment.engines.ranks, undeployed(use, deployment)
     role, rollout, layout = use.role, config.rollout, placed.layout
     if deployment.engines.apart and use.apart:
-        # Each process that generates starts engines of its own.
+        # Each process that generates starts its own engines.
         devices = decoding_ranks
     if use.apart:
         layout = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
@@ -154,13 +154,13 @@ def role_deployment(use: RoleUse, deployment: Deployment, devices: int) -> RoleD
     engine = None
     if use.generates:
         engine = engine_use(role, placed.shape, layout, config, slots_of(config), decoding_ranks)
-        # An engine on devices of its own has the role's weights there, counted as such.
+        # An engine on separate devices has the role's weights there, counted as engine weights.
         engine = engine and replace(engine, own_weights=engine.own_weights and not use.apart)
     return replace(placed, layout=layout, inference=inferring and inferring.resolve(devices), engine=engine)
 
 
 def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
-    """Return the model and the use of a role in its layout as configured, on no devices yet, and without an engine."""
+    """Return the model and the use of a role in its configured layout, without devices and engine."""
     config, flow = deployment.config, deployment.flow
     settings, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
     plain = model_shape(settings.model, settings.dtype, scalar)
@@ -189,8 +189,8 @@ def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
 def engine_use(
     role: str, shape: Shape, layout: ParallelLayout, config: Config, slots: int, divisor: int
 ) -> EngineUse | None:
-    """Return the engine of a role, of `divisor` ranks, on devices that train it; None for servers, which have their own
-    devices.
+    """Return the engine of a role, of `divisor` ranks, on the devices that train it; None for servers, which have
+    separate devices.
 
     `shape` is the role's model with adapters, and `layout` the one in which the devices hold it.
     """
@@ -207,17 +207,17 @@ def engine_use(
 
 
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
-    """Return the peak bytes of one device: the resident ones, and the most that any role needs beside them.
+    """Return the peak bytes of one device: the resident ones, plus the largest working bytes of a role.
 
     Roles take turns, and engines sleep while others work: keys and values exist while their role generates, and not
-    while one infers or trains. `resident` gives the resident bytes if not everything stays.
+    while one infers or trains. `resident` gives the resident bytes if assets are offloaded.
     """
     working = max(sum(f.working.values()) for f in footprints)
     return resident + working if resident is not None else at_once([f.resident for f in footprints], working)
 
 
 def at_once(resident: Sequence[Mapping[str, int]], working: int) -> int:
-    """Return the peak bytes of resident roles that take turns: keys and values are never beside `working` bytes."""
+    """Return the peak bytes of resident roles that take turns: keys and values never coexist with `working` bytes."""
     generating = max(sum(parts.get(part, 0) for part in FREED) for parts in resident)
     stays = sum(size for parts in resident for part, size in parts.items() if part not in FREED)
     return stays + max(working, generating)
@@ -233,7 +233,7 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
 
 
 def moving(deployment: Deployment, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Return, under a memory budget, a device's peak bytes and the assets that leave it. Raises as `residency_plan`."""
+    """Return, under a memory budget, a device's peak bytes and the offloaded assets. Raises as `residency_plan`."""
     if (gib := deployment.resident_gib) is None:
         return None, []
     resident = {footprint.use.role: footprint.resident for footprint in footprints}
@@ -246,14 +246,15 @@ def moving(deployment: Deployment, footprints: Sequence[Footprint]) -> tuple[int
 def taking_turns(
     flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int
 ) -> ResidencyPlan:
-    """Plan the moves of roles that share a device under a budget, from their resident bytes by part.
+    """Plan offloading for colocated roles so that resident bytes stay within the budget, from their resident bytes by
+    part.
 
     Raises as `residency_plan`.
     """
     sizes = {asset: size for role, parts in resident.items() for asset, size in assets(role, parts).items()}
     shared = frozenset(role for role in generating if ENGINE not in resident[role])
     copied = frozenset(role for role, parts in resident.items() if INFERENCE in parts)
-    # A sleeping engine has its own weights, without keys and values.
+    # A sleeping engine has only its separate weights, without keys and values.
     sleeping = {
         Asset(role, "engine"): parts.get(ENGINE, 0)
         for role, parts in resident.items()

@@ -2,12 +2,12 @@
 execution.
 
     stage       actor.generate   reference.log_probs  actor.update        publish
-    resident    engine           reference weights    weights, optimizer  weights, engine  + whatever is kept throughout
+    resident    engine           reference weights    weights, optimizer  weights, engine  + all kept assets
 
 The plan follows from the order of stages alone. An asset is loaded before the first of consecutive stages that need it,
-and offloaded after the last; this continues from one iteration to the next. An asset that fits beside every stage's
-needs is kept and never moves. A kept engine sleeps while others work and then holds only its own weights, without keys
-and values. `Residency` makes the moves:
+and offloaded after the last; this continues from one iteration to the next. An asset that fits in addition to every
+stage's needs is kept and never moves. A kept engine sleeps while others work and then holds only its separate weights,
+without keys and values. `Residency` makes the moves:
 
     stage ──needs──▶ Residency ──offload, onload──▶ weights and optimizers of roles, engines' copies of weights
 """
@@ -39,8 +39,8 @@ AssetPart = Literal["weights", "optimizer", "engine", "inference"]
 
 
 class Asset(NamedTuple):
-    """A part of a role in device memory; `optimizer` includes gradients, `inference` is a copy in an inference layout
-    of its own.
+    """A part of a role in device memory; `optimizer` includes gradients, `inference` is a copy in a separate inference
+    layout.
     """
 
     role: str
@@ -51,17 +51,17 @@ class Asset(NamedTuple):
 class ResidencyPlan:
     """The residency of one process's assets through an iteration.
 
-    Moves belong to a stage's position: they are made also in an iteration in which `when` skips the stage.
+    Moves belong to a stage's position: they are made even in an iteration in which `when` skips the stage.
     """
 
     kept: frozenset[Asset]
-    """The assets that never move; all others are loaded before the first of consecutive stages that need them, and then
-    leave.
+    """The assets that never move; all others are loaded before the first of consecutive stages that need them, and
+    offloaded after the last.
     """
     moved: Mapping[str, int]
     """Bytes that are loaded and offloaded before each stage, and before PUBLISH."""
     most: int
-    """The most resident bytes at once."""
+    """The peak of resident bytes."""
 
 
 def residency_plan(
@@ -77,8 +77,8 @@ def residency_plan(
     everything.
 
     Engines of `shared` roles use the trainer's weights; `copied` roles infer with a copy of theirs. `asleep` has the
-    bytes of sleeping engines, by default as many as awake, and `generating` further roles that generate: in evaluations
-    alone. Raises UserError if a stage alone is over the budget.
+    bytes of sleeping engines, by default as many as awake, and `generating` further roles that generate only in
+    evaluations. Raises UserError if a single stage exceeds the budget.
     """
     during = sizes_during(flow, sizes, asleep or {}, generating)
     needs = {step: needed & sizes.keys() for step, needed in needed_assets(flow, shared, copied, generating).items()}
@@ -86,7 +86,7 @@ def residency_plan(
     def resident(step: str, kept: frozenset[Asset]) -> int:
         return sum(during[step][asset] for asset in kept | needs[step])
 
-    # Each step and the one before it; the last step of an iteration comes before the first of the next.
+    # Each step and the previous one; the last step of an iteration precedes the first of the next.
     steps = list(zip(needs, [PUBLISH, *needs], strict=False))
     kept: frozenset[Asset] = frozenset(sizes) if budget is None else frozenset()
     if budget is not None:
@@ -94,11 +94,11 @@ def residency_plan(
             if (total := resident(step, kept)) > budget:
                 parts = ", ".join(f"{asset.role} {asset.part} {during[step][asset]:,}" for asset in sorted(needed))
                 raise UserError(
-                    f"{step} needs {total:,} bytes on a device at once ({parts}) and {budget:,} are there; "
-                    "place its role on more devices, or its generation in a pool of its own"
+                    f"{step} needs {total:,} bytes on a device ({parts}) and {budget:,} are there; "
+                    "place its role on more devices, or its generation in its own pool"
                 )
-        # Keep the assets that fit beside every step's needs. Those that would be brought most often come first: an
-        # asset is brought once for each run of steps that need it.
+        # Keep the assets that fit in addition to every step's needs. Those that would be loaded most often come first:
+        # an asset is loaded once for each run of steps that need it.
         runs = {asset: sum(asset in needs[step] - needs[before] for step, before in steps) for asset in sizes}
         for asset in sorted(sizes, key=lambda asset: (-runs[asset], sizes[asset], asset)):
             if all(resident(step, kept | {asset}) <= budget for step in needs):
@@ -127,13 +127,13 @@ def needed_assets(
     copied: frozenset[str] = frozenset(),
     generating: Collection[str] = (),
 ) -> dict[str, frozenset[Asset]]:
-    """Return the assets that stages need on the device, evaluations by roles that no stage generates with, and the
-    publication.
+    """Return the assets that stages need on the device, including evaluations by roles that generate in no stage, and
+    the publication.
     """
     needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
     of_stages = {role for stage in flow.stages for role in policies_of(stage)}
     needs |= {EVALUATION + role: engine_needs(role, shared) for role in generating if role not in of_stages}
-    # Every engine with weights of its own is sent them, also those of a role that does not change.
+    # Every engine with separate weights receives them, including those of a role that does not change.
     published = {*of_stages, *generating} - shared
     parts: tuple[AssetPart, ...] = ("weights", "engine")
     return {**needs, PUBLISH: frozenset(Asset(role, part) for role in published for part in parts)}
@@ -153,14 +153,14 @@ def stage_needs(stage: Stage, shared: frozenset[str], copied: frozenset[str]) ->
         return frozenset().union(*(engine_needs(role, shared) for role in policies_of(stage)))
     weights = frozenset(Asset(role, "weights") for role in touched_weights(stage))
     if stage.kind is Kind.INFER and stage.role in copied:
-        # The weights too: the copy is updated from them.
+        # The weights too, because the copy is updated from them.
         return weights | {Asset(stage.role, "inference")}
     return weights | {Asset(stage.role, "optimizer")} if is_optimized(stage) else weights
 
 
 @dataclass(frozen=True)
 class Held:
-    """A part of a role that can be offloaded, its bytes, and callbacks around its moves."""
+    """An offloadable part of a role, its bytes, and callbacks around its moves."""
 
     size: int
     offloadable: OffloadableTensors
@@ -172,8 +172,8 @@ class Held:
 class Residency:
     """The residency of one process's roles.
 
-    Without `trainer.resident_gib` all stays loaded, but weights that a role trains and generates with in the same
-    memory take turns.
+    Without `trainer.resident_gib` everything stays loaded, except weights that a role trains and generates with in the
+    same memory: they take turns.
     """
 
     def __init__(self, deployment: Deployment, moves: WeightMoves) -> None:
@@ -188,11 +188,11 @@ class Residency:
         self.copied = frozenset[str]()
         self.resident: set[Asset] = set()
         self.kept, self.current = frozenset[Asset](), frozenset[Asset]()
-        # A checkpoint may be written beside a stage that runs.
+        # A checkpoint may be written while a stage runs.
         self._lock = threading.RLock()
 
     def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: ShardedBackend | None = None) -> None:
-        """Register a new role with its inference copy, and offload it to make room for the next one."""
+        """Register a new role with its inference copy, and offload it to make space for the next one."""
         if engine is not None:
             self.engines[worker.role] = engine
         if engine is not None and engine.phases is not None:
@@ -219,7 +219,7 @@ class Residency:
     def begin(self) -> None:
         """Load the kept assets, once all roles are registered.
 
-        Raises UserError for a stage that alone is over the budget.
+        Raises UserError for a single stage that exceeds the budget.
         """
         sizes = {asset: held.size for asset, held in self.held.items()}
         asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
@@ -228,7 +228,7 @@ class Residency:
         self.move(frozenset())
 
     def before_publication(self) -> None:
-        """Load the engines that have their own copy of the weights, and the weights that they receive."""
+        """Load the engines that have a separate copy of the weights, and the weights that they receive."""
         if sent := needed_assets(self.flow, self.shared, generating=self.engines)[PUBLISH]:
             self.move(sent)
 
@@ -242,7 +242,7 @@ class Residency:
         self._provide(frozenset({Asset(role, "weights"), Asset(role, "optimizer")}), set())
 
     def _provide(self, needed: frozenset[Asset], generates: set[str]) -> None:
-        # Engines sleep while the stage needs the device for something else; the one that generates wakes.
+        # Engines sleep while the stage uses the device for other work; the one that generates wakes.
         for role in sorted(self.engines.keys() - self.asleep - generates):
             self.engines[role].sleep()
             self.asleep.add(role)
@@ -258,8 +258,8 @@ class Residency:
 
     @contextmanager
     def all_of(self, role: str) -> Iterator[None]:
-        """Keep a role's weights and optimizer on the device beside the current stage's assets; no stage starts
-        meanwhile.
+        """Keep a role's weights and optimizer on the device in addition to the current stage's assets; no stage starts
+        in the meantime.
         """
         with self._lock:
             if role in self.phases:
@@ -276,7 +276,7 @@ class Residency:
         with self._lock:
             on_device = (self.kept | needed) & self.held.keys()
             for asset in sorted(self.held.keys() - on_device):
-                # Recorded first: an interrupted move is repeated as a whole.
+                # Recorded first: an interrupted move is repeated completely.
                 self.resident.discard(asset)
                 self.held[asset].before_leaving()
                 self.held[asset].offloadable.offload()

@@ -65,7 +65,7 @@ def check_names(config: Config) -> None:
 
 
 def check_engine(config: Config) -> None:
-    """Raise UserError for an unknown engine, and for servers or draws that contradict other settings."""
+    """Raise UserError for an unknown engine, and for server or sampling settings that contradict other settings."""
     rollout = config.rollout
     engine, servers = rollout.engine, rollout.servers
     # Another interpreter may have packages that this one lacks.
@@ -101,7 +101,7 @@ def check_engine(config: Config) -> None:
 
 
 def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
-    """Return the sandboxes of user code: the section's name, the section itself, and a description of the code."""
+    """Return the sandboxes of user code: the section's name, the section, and a description of the code."""
     environment = config.rollout.environment
     verifiers = [verifier.name for verifier in config.reward.verify if verifier.name not in VERIFIERS]
     sections: list[tuple[str, SandboxConfig, str]] = [("reward", config.reward, name) for name in verifiers[:1]]
@@ -158,7 +158,7 @@ def check_dtypes(config: Config, flow: Flow) -> None:
         if not 0 <= decay < 1:
             raise UserError(f"{stage.name}: decay is a share of the old weights from 0 to below 1, got {decay:g}")
         if decay > 0.5 and settings_of(str(stage.role), config).dtype == torch.bfloat16:
-            # A move of less than half the distance to the next number is rounded away, at every step anew.
+            # A move of less than half the distance to the next number is rounded to zero at every step.
             raise UserError(
                 f"{stage.name}: decay={decay:g} moves weights by less than bfloat16 can represent; write "
                 f"roles.{stage.role}.dtype=float32"
@@ -193,7 +193,7 @@ def check_token_columns(config: Config, flow: Flow) -> None:
 
 
 def check_replay(config: Config, flow: Flow, of_engine: bool) -> None:
-    """Raise UserError for a run that cannot record or replay the routes of a mixture of experts, those of the engine or
+    """Raise UserError for a run that cannot record or replay the routes of a mixture of experts: those of the engine or
     of recomputed log-probs.
     """
     if of_engine and (config.rollout.engine != "embedded" or config.rollout.pipeline > 1):
@@ -210,7 +210,7 @@ def check_replay(config: Config, flow: Flow, of_engine: bool) -> None:
 
 
 def check_balance(config: Config, flow: Flow) -> None:
-    """Raise UserError if a role that `trainer.balance` concerns has no routers that it can balance."""
+    """Raise UserError if `trainer.balance` applies to a role without routers that it can balance."""
     if config.trainer.balance is None:
         return
     for role in sorted(set(flow.trained_roles) - set(flow.scalar_roles)):

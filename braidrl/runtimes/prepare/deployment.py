@@ -1,4 +1,4 @@
-"""Resolution of who runs where: the only place that derives pools, engines and launcher from configuration and flow."""
+"""Resolution of the deployment: the only place that derives pools, engines and launcher from configuration and flow."""
 
 import os
 from dataclasses import replace
@@ -14,7 +14,7 @@ from braidrl.training.role_settings import settings_of
 
 
 def deploy(config: Config, flow: Flow, evaluation: Flow | None = None, train: bool = True) -> Deployment:
-    """Return where the processes of a run are; without `train` of its evaluation alone.
+    """Return the deployment of a run; without `train` only that of its evaluation.
 
     Raises UserError for pools and worker groups that the flow does not have.
     """
@@ -24,7 +24,7 @@ def deploy(config: Config, flow: Flow, evaluation: Flow | None = None, train: bo
     deployment = complete if train or evaluation is None else replace(complete, flow=evaluation, evaluation=None)
     roles, ranks = deployment.roles, 1
     if mode.placed:
-        # A placement names all roles of training, of which an evaluation starts only its own.
+        # A placement names all roles of training; an evaluation starts only those that it needs.
         placed = place(config.placement, complete.roles, complete.generating, config.workers)
         kept = [replace(p, roles=tuple(r for r in p.roles if r.removesuffix(GENERATE) in roles)) for p in placed]
         pools = [pool for pool in kept if pool.roles]
@@ -68,7 +68,8 @@ def worker_pools(deployment: Deployment) -> list[Pool]:
 
 
 def with_workers(pool: Pool, settings: WorkersConfig) -> Pool:
-    """Return the processes of a worker group where it is configured; an engine of several nodes has one on each.
+    """Return the processes of a worker group with its configured settings; an engine of several nodes has one process
+    on each.
 
     Raises UserError if they do not divide over the nodes.
     """
@@ -79,7 +80,7 @@ def with_workers(pool: Pool, settings: WorkersConfig) -> Pool:
 
 
 def launcher_of(config: Config) -> str:
-    """Return what starts the processes of a run: as configured, else `torchrun` if it has started this rank."""
+    """Return the launcher of a run: the configured one, otherwise `torchrun` if it has started this rank."""
     mode = MODES[config.runtime]
     if mode.placed:
         return "ray"

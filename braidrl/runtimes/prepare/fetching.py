@@ -16,8 +16,8 @@ def with_fetched(config: Config, with_weights: bool = True) -> Config:
     """Return the configuration with local folders in place of hub names, downloaded if missing. Raises UserError if
     that fails.
 
-    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later. Without
-    `with_weights` neither weights nor data are downloaded, and data keep their names.
+    A folder belongs to one commit, so that a run resumes with the same files even if the name later refers to another
+    commit. Without `with_weights` neither weights nor data are downloaded, and data keep their names.
     """
     config = with_own_samples(config)
     roles = {
@@ -53,7 +53,7 @@ def source_here(source: SourceConfig, key: str) -> SourceConfig:
     """Return a source whose data is a local file or folder."""
     if not is_hub_name(source.path):
         return source
-    # A known conversion is for records whose fields the configuration does not map itself.
+    # A built-in conversion is for records whose fields the configuration does not map.
     fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
     usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
     preset = KNOWN.get(str(source.path).partition("@")[0]) if usual and source.convert is None else None
@@ -71,7 +71,7 @@ SMALL_FILES, WEIGHTS, OLD_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja"], "
 def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
     """Return the cache folder of a repository, `ORG/NAME` or `ORG/NAME@revision`; missing files are downloaded.
 
-    Of a model only weights, configuration and tokenizer are downloaded. Raises UserError, which names `key`, if that
+    For a model only weights, configuration and tokenizer are downloaded. Raises UserError, which names `key`, if that
     fails.
     """
     match = NAME.fullmatch(str(name))

@@ -60,8 +60,8 @@ def build_flow(config: Config) -> Flow:
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
     """Return generation at the evaluation's settings, checked or played as in the flow, by its first generating role.
 
-    Without a generating role it is the first trained role. A flow that trains on given responses is evaluated on
-    held-out ones instead, as `evaluation.responses` says.
+    Without a generating role it is the first trained role. A flow that trains on responses of the data is evaluated on
+    held-out ones instead, depending on `evaluation.responses`.
     """
     learner = (*flow.trained_roles, *flow.roles)[0]
     is_scorer = flow.trains_on_pairs and learner in flow.scalar_roles
@@ -88,7 +88,9 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
 
 
 def with_images(flow: Flow, config: Config) -> Flow:
-    """Return the flow of a model that sees: its models read the column `images`, and environments write it too."""
+    """Return the flow of a model that takes images: its models read the column `images`, and environments write
+    it too.
+    """
     if load_vision(config.model, config.data.images) is None:
         return flow
     stages = []
@@ -103,7 +105,7 @@ def with_images(flow: Flow, config: Config) -> Flow:
 
 
 def evaluates_given(config: Config, is_scalar: bool) -> bool:
-    """Return True if a flow on given responses is evaluated on held-out responses instead of generated ones."""
+    """Return True if a flow on responses of the data is evaluated on held-out responses instead of generated ones."""
     if config.evaluation.responses != "auto":
         return config.evaluation.responses == "given"
     usual = RewardConfig.model_fields["verify"].default
@@ -112,8 +114,8 @@ def evaluates_given(config: Config, is_scalar: bool) -> bool:
 
 
 def of_given_responses(flow: Flow, learner: str) -> list[Stage]:
-    """Return the stages that evaluate given responses: a scoring role's scores of pairs, the rewards that a policy and
-    its reference imply for pairs, or the log-probs of responses.
+    """Return the stages that evaluate responses of the data: a scoring role's scores of pairs, the implicit rewards of
+    a policy and its reference for pairs, or the log-probs of responses.
     """
     joined = make_stage("data.join_response", None, id="evaluation.join_response")
     if learner in flow.scalar_roles:
@@ -126,14 +128,14 @@ def of_given_responses(flow: Flow, learner: str) -> list[Stage]:
 
 
 def given_responses(flow: Flow) -> int | None:
-    """Return the number of given responses per prompt that a flow trains on; None if it generates them."""
+    """Return the number of responses per prompt in the data that a flow trains on; None if it generates them."""
     if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
         return None
     return 2 if flow.trains_on_pairs else 1
 
 
 def with_own_samples(config: Config) -> Config:
-    """Return the configuration with as many samples per prompt as the data give responses, unless it sets the
+    """Return the configuration with `samples_per_prompt` set to the number of responses in the data, unless it sets the
     number.
     """
     rollout = config.rollout
@@ -160,7 +162,7 @@ def resolve(stage: Stage, config: Config) -> Stage:
             f"rollout.temperature={trained:g}; write {instead} in its place"
         )
     if stage.type == "verify":
-        # The configuration's scores, else the recipe's, else 1 and 0.
+        # The configuration's scores, otherwise the recipe's, otherwise 1 and 0.
         right, wrong = config.reward.correct_score, config.reward.wrong_score
         scores = {
             "correct_score": stage.params.get("correct_score", 1.0) if right is None else right,
@@ -170,10 +172,10 @@ def resolve(stage: Stage, config: Config) -> Stage:
     if is_optimized(stage):
         rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
         one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
-        # With a single update each batch trains, in one optimizer step, the weights that generated it.
+        # With a single update each batch trains the weights that generated it, in one optimizer step.
         single, old = one_step and config.trainer.max_staleness == 0, stage.params.get("old")
         if not needs_old(str(stage.role), stage.params):
-            # After an update the log-probs of this pass are no longer those of the weights that generated the batch.
+            # After an update, this pass's log-probs differ from those of the weights that generated the batch.
             drifts = not single and old is None and "rollout_log_probs" in (*stage.reads, *stage.optional)
             return with_params(stage, {"old": "rollout"}) if drifts else stage
         if old == "self" and not single:
@@ -191,6 +193,6 @@ def resolve(stage: Stage, config: Config) -> Stage:
             filled["correction"] = TRUNCATED
         return with_params(stage, filled)
     if stage.type == "score" and settings_of(str(stage.role), config).model != config.model:
-        # It may have another tokenizer, which makes its own tokens from the texts.
+        # It may have another tokenizer, which tokenizes the texts again.
         return replace(stage, optional=(*stage.optional, "prompt_length", "metadata"))
     return stage

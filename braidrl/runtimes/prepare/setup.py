@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked configuration with everything but the models; with its data too, unless other processes read it."""
+    """A checked configuration with everything except the models; with its data too, unless other processes read it."""
 
     config: Config
     flow: Flow
@@ -72,16 +72,16 @@ class Prepared:
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
     running: RuleRewards | None = None
-    """Verifiers whose processes run already."""
+    """Verifiers whose processes already run."""
 
     @cached_property
     def vision(self) -> Vision | None:
-        """Return the image processor of the run's model; None if it sees no images."""
+        """Return the image processor of the run's model; None for a text-only model."""
         return load_vision(self.config.model, self.config.data.images)
 
     @cached_property
     def deployment(self) -> Deployment:
-        """Return where the processes, engines and weights of the run are."""
+        """Return the deployment of the run."""
         return deploy(self.config, self.flow, self.evaluation, self.train)
 
     @property
@@ -119,7 +119,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     config = with_own_samples(config)
     flow = build_flow(config)
     if MODES[config.runtime].chained:
-        # One model is active at a time, and every rank switches at the same places.
+        # One model is active at a time, and every rank switches at the same points.
         flow = Flow(flow.name, serial_chain(flow))
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
@@ -145,7 +145,7 @@ def with_data(
     ranks: LoadingRanks | None = None,
     opens: bool = False,
 ) -> Prepared:
-    """Return a run with its data, in the table folders `kept` by another process, or tokenised together with `ranks`.
+    """Return a run with its data, in the table folders `kept` by another process, or tokenized together with `ranks`.
 
     With `opens`, training data may still be read when this returns; the caller then calls `settle` from time to time.
     Raises UserError for data that it cannot use.
@@ -156,7 +156,7 @@ def with_data(
     responses, evaluated = "response" in needed, "response" in prepared.evaluation.needs_from_data()
     sources: list[LoadedSource] = []
     if prepared.train:
-        # A curriculum looks at every example before the first step.
+        # A curriculum reads every example before the first step.
         opened: dict[str, Any] = {"kept": tables.get("train"), "opens": opens and config.data.curriculum is None}
         train_on = partial(load_train, **with_images, responses=responses, pairs=flow.trains_on_pairs, **opened)
         sources = check(train_on) or []
@@ -193,7 +193,7 @@ def bounds_suffice(prepared: Prepared) -> bool:
 
 
 def settle(prepared: Prepared, ranks: LoadingRanks | None = None) -> list[str]:
-    """Take over the tables of opened sources that are whole now, and return a line for each; all ranks call this
+    """Adopt the tables of opened sources that are complete now, and return a log line for each; all ranks call this
     together.
 
     Raises UserError for data that the run cannot use.
@@ -221,7 +221,7 @@ def check_data(prepared: Prepared, check: Check = call) -> None:
 def check_files(config: Config, train: bool) -> None:
     """Raise UserError if local training or evaluation data is missing.
 
-    Opens no file; names on the hub are checked by the download.
+    No file is opened; names on the hub are checked by the download.
     """
     if train:
         check_train(config.data)
@@ -232,7 +232,7 @@ def check_files(config: Config, train: bool) -> None:
 
 
 def lacking(config: Config) -> list[str]:
-    """Return a line for each thing that this machine lacks, if it computes; nodes of a cluster check themselves."""
+    """Return a line for each missing resource of this machine, if it computes; nodes of a cluster check themselves."""
     lines: list[str] = []
     if config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ:
         return lines
@@ -255,7 +255,7 @@ def lacking(config: Config) -> list[str]:
 def has_package(name: str, python: Path | None = None) -> bool:
     """Return True if an interpreter, by default this one, has a package; nothing is imported.
 
-    Raises UserError for no interpreter.
+    Raises UserError if the interpreter cannot be run.
     """
     if python is None:
         return importlib.util.find_spec(name) is not None
@@ -302,8 +302,8 @@ def set_up_torch(config: Config) -> None:
 
 
 def check_answers(config: Config, sources: Sequence[LoadedSource], configs: Sequence[SourceConfig]) -> None:
-    """Raise UserError, with its line, for the first example without the answer that a verifier compares with, or with
-    one of no use among the first EXAMINED.
+    """Raise UserError, with its line, for the first example without an answer for the verifier, or with an unusable one
+    among the first EXAMINED.
     """
     for source, settings in zip(sources, configs, strict=True):
         for verifier in (resolve(usage.name, usage.params) for usage in settings.verify or config.reward.verify):
@@ -386,13 +386,13 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
     responses = config.rollout.max_response_tokens
     trained = longest(train, responses if generates else 0)
     if any("environment" in stage.params for stage in flow.stages):
-        # without a limit, generation ends a sequence at the model's own
+        # without a limit, generation ends a sequence at the model's limit
         trained = max(trained, config.rollout.max_sequence_tokens or 0)
     # If device memory decides, no row is longer.
     decided = config.trainer.max_tokens_per_device is None and device_memory(config.device) is not None
     limits = {f"roles.{r}": role_config.max_tokens_per_device or trained for r, role_config in config.roles.items()}
     if not all((role_config := config.roles.get(role)) and role_config.max_tokens_per_device for role in flow.roles):
-        # Some role has no limit of its own.
+        # Some role has no separate limit.
         limits = {"trainer": trained if decided else (config.trainer.max_tokens_per_device or USUAL_TOKENS), **limits}
     for section, limit in limits.items():
         if trained > limit:
@@ -415,7 +415,7 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
 
 
 def warn_of_rope(config: Config, longest_row: int) -> None:
-    """Say where an engine's log-probs differ from the trainer's because the rope's factors depend on the length."""
+    """Warn if an engine's log-probs differ from the trainer's because the rope's factors depend on the length."""
     length = RopeLengths.of(read_model_config(config.model)).shortest
     if length is None or longest_row <= length:
         return
@@ -480,5 +480,5 @@ def vocabulary_lines(prepared: Prepared) -> list[str]:
 
 
 def longest(sources: Sequence[LoadedSource], added: int) -> int:
-    """Return the tokens of the longest row: prompt and given response, or prompt and `added` sampled tokens."""
+    """Return the tokens of the longest row: prompt and response of the data, or prompt and `added` sampled tokens."""
     return max((s.facts.longest_row or s.facts.longest_prompt + added for s in sources), default=0)

@@ -1,6 +1,7 @@
-"""A run's checkpoints: their content beside the models, how they are written, one at a time, checked and exported.
+"""A run's checkpoints: their content apart from the models, and how they are written, one at a time, checked and
+exported.
 
-They are written at once, or from copies in a thread while the next steps run:
+They are written synchronously, or from copies in a thread while the next steps run:
 
 step N ──copies──▶ thread: write ─▶ sync ─▶ rename ─▶ `latest`
 step N + 1 ...         │
@@ -58,7 +59,7 @@ READERS = 4
 
 
 class LostWrite(OSError):
-    """A checkpoint that is abandoned because a process that wrote it died; the run continues."""
+    """A checkpoint is abandoned because a process that wrote it died; the run continues."""
 
 
 class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
@@ -73,7 +74,7 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
         self._thread.shutdown()
 
     def begin(self, parts: Sequence[Write]) -> None:
-        """Wait for the previous work, then make the calls in the thread. Raises as `wait` does."""
+        """Wait for the previous work, then run the calls in the thread. Raises as `wait` does."""
         self.wait()
         calls = list(parts)
         self._started = self._thread.submit(lambda: [part() for part in calls])
@@ -84,7 +85,7 @@ class BackgroundWriter(AbstractContextManager["BackgroundWriter"]):
         return self._started is not None and not self._started.done()
 
     def check(self) -> None:
-        """Raise, once, the error of the last write; return at once while the thread still writes."""
+        """Raise, once, the error of the last write; do nothing while the thread still writes."""
         if not self.is_running:
             self.wait()
 
@@ -143,8 +144,8 @@ class Checkpoints:
     def save(self, state: RunState, backend: Backend[Any], best: tuple[str, float] | None = None) -> None:
         """Write a checkpoint, or start to; `best` is its metric and value if it is the best so far.
 
-        Raises UserError if it, or the previous one, could not be written. Ranks other than the first send their state
-        to it, or write their shards beside its own.
+        Raises UserError if it, or the previous one, could not be written. Other ranks send their state to the first
+        rank, or write their shards into the same folder.
         """
         self.wait()
         self._step, self.is_lost, position = state.step, False, state.position
@@ -180,7 +181,7 @@ class Checkpoints:
     def _finish(
         self, unfinished: ExitStack, path: Path, calls: Sequence[Write], keep_last: int | None, best: Best | None
     ) -> None:
-        """Make the calls, and point `latest`, and for the best checkpoint `best.json`, to the complete checkpoint.
+        """Run the calls, and point `latest`, and for the best checkpoint `best.json`, to the complete checkpoint.
 
         Then remove the oldest checkpoints beyond `keep_last`, but never the best. None keeps all.
         """
@@ -222,7 +223,7 @@ class Checkpoints:
 
 
 def plain_position(position: Position) -> dict[str, Any]:
-    """Return a position as JSON values; of its surplus the number of tables."""
+    """Return a position as JSON values, with the number of tables instead of the surplus."""
     return {"loader": position.loader, "sampling": position.sampling, "surplus": len(position.surplus)}
 
 
@@ -247,10 +248,10 @@ def load_checkpoint(folder: Path) -> RunState:
 
 
 def resume_point(run: Path, newest_whole: bool = False, world: World | None = None) -> Path | None:
-    """Return the checkpoint to resume from, with each of its files checked; None before the first. All ranks of a
-    `world` call this together.
+    """Return the checkpoint to resume from, with each of its files checked; None before the first.
 
-    If the latest is damaged, `newest_whole` uses the newest complete one; else UserError names the command to do so.
+    All ranks of a `world` call this together. If the latest is damaged, `newest_whole` uses the newest complete one;
+    otherwise UserError names the command to do so.
     """
     latest = latest_checkpoint(run)
     trouble = checkpoint_damage(latest, world) if latest else ""
@@ -277,7 +278,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the paths of all files in a folder but its manifest."""
+    """Return the paths of all files in a folder except its manifest."""
     files = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     return sorted(str(path.relative_to(folder)) for path in files)
 
@@ -289,7 +290,7 @@ def digests(folder: Path, files: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def checkpoint_damage(folder: Path, world: World | None = None) -> str:
-    """Return the damage of a checkpoint, naming the file; empty if each file is as its manifest says.
+    """Return the damage of a checkpoint, with the file's name; empty if each file matches its manifest.
 
     All ranks of a `world` call this together, and each reads a share of the files.
     """
@@ -333,7 +334,7 @@ def export_model(run: Path, folder: Path, role: str | None = None, best: bool = 
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
     if trouble := checkpoint_damage(checkpoint):
         raise UserError(f"{checkpoint}: {trouble}; nothing was exported, name another checkpoint's folder")
-    # Surplus rows that several workers have written are folders too.
+    # Surplus rows written by several workers are folders too.
     roles = sorted(path.parent.name for path in checkpoint.glob("*/config.json"))
     role = role or (roles[0] if len(roles) == 1 else "actor")
     source = checkpoint / role

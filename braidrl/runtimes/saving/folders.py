@@ -1,4 +1,4 @@
-"""The run folder and its checkpoints: written whole or not at all, the last few kept, `latest` moved last."""
+"""The run folder and its checkpoints: written atomically, the last few kept, `latest` moved last."""
 
 import errno
 import fcntl
@@ -76,7 +76,7 @@ ENDING_S = 3.0
 
 
 def write_config(folder: Path, config: Config) -> None:
-    """Write the resolved configuration of a run, whole or not at all."""
+    """Write the resolved configuration of a run atomically."""
     text = yaml.dump(absolute(config).model_dump(mode="json"), Dumper=DUMPER, sort_keys=False)
     with whole_file(folder / "config.yaml") as unfinished:
         unfinished.write_text(text, encoding="utf-8")
@@ -139,7 +139,7 @@ def named_output(folder: Path) -> Iterator[None]:
 
 
 def check_output(config: Config) -> None:
-    """Raise UserError if a run's folder could not be made; writes nothing."""
+    """Raise UserError if a run's folder cannot be created; writes nothing."""
     folder = config.output.expanduser().absolute()
     while not folder.exists():
         folder = folder.parent
@@ -167,7 +167,7 @@ def absolute(value: Any) -> Any:
 
 
 def unused_folder(config: Config) -> Path:
-    """Make a folder named by the flow and the time; of two runs in one second the later gets a number.
+    """Make a folder named by the flow and the time; of two runs in the same second the later one gets a number.
 
     Raises UserError if that fails.
     """
@@ -194,7 +194,10 @@ def identity(folder: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def held_alone(run: Path) -> Iterator[None]:
-    """Lock a run's folder for the life of this process and its children. Raises UserError if another process has it."""
+    """Lock a run's folder until this process and its children end.
+
+    Raises UserError if another process has locked it.
+    """
     handle, limit = os.open(run, os.O_RDONLY), time.monotonic() + ENDING_S
     try:
         while True:
@@ -256,7 +259,7 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def partial_path(path: Path) -> Path:
-    """Return the path of a folder while it is being written."""
+    """Return the temporary path of a folder while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -283,7 +286,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Sync a file or folder to disk; a full disk shows here at the latest."""
+    """Sync a file or folder to disk; this detects a full disk at the latest."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -304,7 +307,7 @@ def latest_checkpoint(run: Path) -> Path | None:
     """
     pointer, checkpoints = run / "checkpoints" / LATEST, checkpoints_of(run)
     if not pointer.is_file():
-        # A run killed just before it wrote its first `latest` has a checkpoint all the same.
+        # A run killed just before it wrote its first `latest` still has a checkpoint.
         return checkpoints[-1] if checkpoints else None
     named = pointer.read_bytes().decode(errors="replace").strip()
     latest = next((path for path in checkpoints if path.name == named), None)
@@ -316,7 +319,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint of a run at whose step a metric of evaluation was highest."""
+    """The checkpoint of a run with the highest value of an evaluation metric."""
 
     checkpoint: str
     metric: str

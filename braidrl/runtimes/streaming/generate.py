@@ -1,5 +1,11 @@
-"""The loop of a generation worker, for every engine: rows go to the engine as slots become free, and leave as they
-finish.
+"""The loop of a generation worker, for every engine: rows go to the engine as slots become free, and leave as they end.
+
+take ──a lease of rows──▶ engine ──▶ finished rows, episodes ──▶ checks, computations ──▶ columns, reported in a thread
+                             ▲
+                             └── new weights, all at once: between rows, or between two tokens of running rows
+
+One request to the queue is always pending, so that rows and weights arrive as soon as they are available. The loop
+shares the engine's event loop: an engine of this process steps in it, others answer in it.
 """
 
 import asyncio
