@@ -140,6 +140,15 @@ class Vision:
             return self.text_processor._process_images(images, **self.options)[0]
         return self.processor(images=images, return_tensors="pt")
 
+    def resized(self, name: str) -> Any:
+        """Return an image in the size that the processor gives it, which another program's processor keeps as it is."""
+        image = self.store.open(name)
+        if not self.family.resizes:
+            return image
+        _, rows, columns = self.grid(name)[0].tolist()
+        patch = self.processor.patch_size
+        return image.resize((columns * patch, rows * patch), resample=self.processor.resample)
+
     def pixels(self, name: str) -> Mapping[str, Tensor]:
         """Return the tensors that the image processor makes of one image."""
         try:

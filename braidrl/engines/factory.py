@@ -397,6 +397,7 @@ def reach_servers(
         names if names and names.differ else None,
         choose_device(config.device),
         limit_s,
+        load_vision(model, config.data.images),
     )
     service = EngineService([HttpEngine(url, spec) for url in urls], limit_s, spec.store, beside)
     # A server may still have the weights of an earlier run.

@@ -37,6 +37,8 @@ QUESTIONS = {
 CELL = 28
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+VIDEO = "<|video_pad|>"
+"""A token that the processors of Qwen-VL look up, as vLLM makes them; the task has no videos."""
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role + ' ' }}\
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
 {% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}\
@@ -87,12 +89,12 @@ def write_data(folder: Path, count: int, seed: int, name: str, kinds: tuple[str,
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token for each word of the task."""
     said = {word for question in QUESTIONS.values() for word in question.split()}
-    words = [PAD, START, END, *VISION, "user", "assistant", "system", *sorted(said), *COLORS, *PLACES, *COUNTS]
+    words = [PAD, START, END, *VISION, "user", "assistant", "system", *sorted(said), *COLORS, *PLACES, *COUNTS, VIDEO]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
-    fast.add_special_tokens({"additional_special_tokens": [START, *VISION]})
+    fast.add_special_tokens({"additional_special_tokens": [START, *VISION, VIDEO]})
     fast.chat_template = TEMPLATE
     return fast
 
@@ -126,7 +128,7 @@ def write_model(
     """
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in (END, PAD, *VISION)}
+    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in (END, PAD, *VISION, VIDEO)}
     patch = 14
     sections = [head // 8, 3 * head // 16, 3 * head // 16]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
@@ -166,7 +168,7 @@ def write_model(
         text_config=text,
         vision_config=vision,
         image_token_id=ids[image],
-        video_token_id=ids[PAD],
+        video_token_id=ids[VIDEO],
         vision_start_token_id=ids[start],
         vision_end_token_id=ids[end],
         tie_word_embeddings=True,

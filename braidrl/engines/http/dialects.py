@@ -1,6 +1,7 @@
 """The APIs of generation servers (vLLM, SGLang): each is a value, with plain JSON in and out.
 
 request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids, columns per token
+            Dialect.generate_seeing, for a prompt with images
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,16 @@ class ServerNeeds:
 
 
 @dataclass(frozen=True)
+class SeenPrompt:
+    """A prompt with images for a server that expands placeholders by itself."""
+
+    ids: Sequence[int]
+    """The prompt's ids, with one placeholder for each image."""
+    images: Sequence[tuple[str, str]]
+    """Name and `data:` URI of each image, in order."""
+
+
+@dataclass(frozen=True)
 class Dialect:
     """The API of servers of one kind."""
 
@@ -65,6 +76,12 @@ class Dialect:
     """Calls that make the workers receive the weights of a notice over the network, and label them. The first is made
     while the weights are sent. None if the server can only read them from a folder.
     """
+    generate_seeing: Callable[[EngineRow, int, str, bool, SeenPrompt], ServerCall] | None = None
+    """Asks for a row whose prompt has images, as `generate`. The answer's `prompt_token_ids` are the expanded prompt.
+    None if servers of this kind do not return it.
+    """
+    seeing_start: str = ""
+    """The option with which a server takes the call of `generate_seeing`."""
 
 
 RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
@@ -72,19 +89,43 @@ RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
 
 
 def vllm_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -> ServerCall:
-    """Ask vLLM for tokens. Where `DrawByRow` draws them in the server, vLLM's own sampling settings are neutral."""
-    sampling = row.request.sampling
-    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    if reproducible:
-        drawn["vllm_xargs"] = draw_arguments(row, seed)
-    elif sampling.takes_likeliest:
-        drawn["temperature"] = 0.0
-    else:
-        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    """Ask vLLM for tokens after text."""
     return "/v1/completions", {
         "request_id": row.name,
         "prompt": row.request.prompt.tolist(),
         "cache_salt": weights,
+        "return_token_ids": True,
+        **vllm_sampling(row, seed, reproducible, "vllm_xargs"),
+    }
+
+
+def vllm_generate_seeing(row: EngineRow, seed: int, weights: str, reproducible: bool, prompt: SeenPrompt) -> ServerCall:
+    """Ask vLLM for tokens after images, which its own processor expands."""
+    # Images that were encoded with other weights have other names.
+    parts = [{"type": "image_url", "url": uri, "uuid": f"{weights}-{name}"} for name, uri in prompt.images]
+    return "/inference/v1/generate", {
+        "request_id": row.name,
+        "token_ids": list(prompt.ids),
+        "content_parts": parts,
+        "cache_salt": weights,
+        "return_token_ids": True,
+        "sampling_params": vllm_sampling(row, seed, reproducible, "extra_args"),
+    }
+
+
+def vllm_sampling(row: EngineRow, seed: int, reproducible: bool, arguments: str) -> dict[str, Any]:
+    """Return vLLM's sampling settings for a row. They are neutral where `DrawByRow` draws in the server, by the field
+    `arguments`.
+    """
+    sampling = row.request.sampling
+    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    if reproducible:
+        drawn[arguments] = draw_arguments(row, seed)
+    elif sampling.takes_likeliest:
+        drawn["temperature"] = 0.0
+    else:
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return {
         "max_tokens": row.limit,
         "stop_token_ids": list(row.stop_token_ids),
         "ignore_eos": True,
@@ -96,7 +137,6 @@ def vllm_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "logprobs": 0,
-        "return_token_ids": True,
         **drawn,
     }
 
@@ -106,7 +146,10 @@ def vllm_read(answer: Json) -> Drawn:
     tokens = choice.get("token_ids")
     if tokens is None:
         raise UserError("gives no token ids; use vLLM 0.11 or later")
-    return tokens, {LOG_PROBS: (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]}
+    given = choice["logprobs"] or {"token_logprobs": []}
+    if "content" in given:  # of the API for prompts with images
+        return tokens, {LOG_PROBS: [each["logprob"] for each in given["content"] or ()]}
+    return tokens, {LOG_PROBS: given["token_logprobs"]}
 
 
 def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
@@ -141,9 +184,11 @@ def vllm_missing(info: Json, needs: ServerNeeds) -> str | None:
 
 VLLM = Dialect(
     generate=vllm_generate,
+    generate_seeing=vllm_generate_seeing,
+    seeing_start="--enable-scale-out, of vLLM 0.32 or later",
     read=vllm_read,
     # vLLM adds a prefix to the request's name, and the prompt's number as a suffix.
-    abort=lambda name: ("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}),
+    abort=lambda name: ("/abort_requests", {"request_ids": [f"cmpl-{name}-0", f"generate-tokens-{name}"]}),
     load_weights=lambda folder, label: (
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
         ("/update_weight_version", {"new_version": label}),

@@ -6,13 +6,16 @@ A row is one request and has one version of the weights; `ResumingEngine` reques
 """
 
 import asyncio
+import base64
+import io
 import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -27,8 +30,9 @@ from braidrl.cluster.process_groups import address_towards
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
 from braidrl.data.token_columns import LOG_PROBS, token_columns
+from braidrl.data.vision import Vision
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load, check_idle
-from braidrl.engines.http.dialects import Dialect, ServerNeeds
+from braidrl.engines.http.dialects import Dialect, SeenPrompt, ServerCall, ServerNeeds
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError, printable, shown
 from braidrl.observe.stalls import WORK
@@ -51,12 +55,18 @@ MOST_UNFINISHED = 3
 STARTING = (502, 503, 504)
 """Answers of a server, or of one before it, that is not ready."""
 LOG_PROB_ROUNDING = 1e-3
+KEPT_IMAGES = 16
+"""Images that an engine keeps as text, for the other samples of a group."""
 IDLE_S = 2.0
 """Seconds after which an idle connection is not used again; vLLM's server closes one after 5 s."""
 
 
 class ServerFailure(EngineError):
     """An answer of the server that says it has failed, and not that it is starting."""
+
+
+class MissingCall(UserError):
+    """An answer of the server that says it does not have a call, or was started without it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,8 @@ class ServerSpec:
     """The run's device, from which weights are sent to a server that receives them over the network."""
     limit_s: float = 600.0
     """Seconds that a request waits for its answer."""
+    vision: Vision | None = None
+    """The image processor of a model that sees."""
 
     @property
     def vocabulary(self) -> int:
@@ -111,6 +123,7 @@ class HttpEngine:
         self._failure: EngineError | None = None
         self._unfinished = Counter[Uid]()
         """How often the server has not drawn a row to its end, though it answered."""
+        self._data_uri = lru_cache(maxsize=KEPT_IMAGES)(self._written_image)
 
     async def start(self) -> None:
         """Connect to the server.
@@ -155,7 +168,7 @@ class HttpEngine:
             raise self._failure
         row, spec = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens), self.spec
         row.name, row.version = uuid4().hex, self.version
-        call_arguments = spec.dialect.generate(row, spec.seed, self.weights, spec.needs.reproducible)
+        call_arguments = self._call_for(row)
         call = asyncio.ensure_future(self.ask("POST", *call_arguments, most=ANSWER_BYTES + row.limit * TOKEN_BYTES))
         self._rows[request.uid] = row, call
         try:
@@ -164,6 +177,12 @@ class HttpEngine:
                 await self.check_weights()
         except ServerFailure as error:
             self._count_unfinished(request.uid, str(error))
+        except MissingCall as error:
+            if not request.images:
+                raise
+            raise UserError(
+                f"rollout.servers: {self.url} takes no images: start it with {spec.dialect.seeing_start}"
+            ) from error
         finally:
             call.cancel()
             del self._rows[request.uid]
@@ -175,7 +194,7 @@ class HttpEngine:
             raise UserError(f"rollout.servers: {self.url} {error}") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise UserError(f"rollout.servers: {self.url} gives an answer without tokens: {shown(answer)}") from error
-        if fault := self.fault_in(tokens, values):
+        if fault := self.fault_in(tokens, values) or self.fault_in_prompt(request, answer):
             raise UserError(f"rollout.servers: {self.url} {fault}")
         ended = any(row.record_token(token) for token in tokens)
         if ended:
@@ -197,6 +216,38 @@ class HttpEngine:
         if self._unfinished[uid] == MOST_UNFINISHED:
             raise UserError(f"rollout.servers: {reason}, {MOST_UNFINISHED} times; name another server")
         raise EngineError(reason)
+
+    def _call_for(self, row: EngineRow) -> ServerCall:
+        """Return the call that asks for a row. Raises UserError for images that the server cannot be asked with."""
+        spec, request = self.spec, row.request
+        if not request.images:
+            return spec.dialect.generate(row, spec.seed, self.weights, spec.needs.reproducible)
+        if spec.vision is None or spec.dialect.generate_seeing is None:
+            raise UserError(
+                f"row {request.uid} has images, and {self.url} cannot be asked with images; write "
+                "rollout.engine=embedded, or take a server of vLLM and a model that sees"
+            )
+        ids = spec.vision.collapse(request.prompt.tolist(), request.images)
+        prompt = SeenPrompt(ids, [(span.name, self._data_uri(span.name)) for span in request.images])
+        return spec.dialect.generate_seeing(row, spec.seed, self.weights, spec.needs.reproducible, prompt)
+
+    def _written_image(self, name: str) -> str:
+        """Return a `data:` URI of an image in the size in which the trainer's tower takes it."""
+        assert self.spec.vision is not None
+        written = io.BytesIO()
+        self.spec.vision.resized(name).save(written, "PNG", compress_level=1)
+        return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+    def fault_in_prompt(self, request: Request, answer: Mapping[str, Any]) -> str:
+        """Return what is wrong with a prompt whose images the server has expanded; an empty text if nothing."""
+        if not request.images or answer.get("prompt_token_ids") == request.prompt.tolist():
+            return ""
+        found = answer.get("prompt_token_ids")
+        return (
+            f"expands the images of row {request.uid} to other tokens than are trained "
+            f"({len(found) if isinstance(found, list) else 'no'} tokens of the prompt, not {len(request.prompt)}); "
+            "give it the image processor of the run's model, or write rollout.engine=embedded"
+        )
 
     def fault_in(self, tokens: Any, values: Mapping[str, Any]) -> str:
         """Return what is wrong with the tokens of an answer, and with their values; an empty text if nothing."""
@@ -337,6 +388,8 @@ class HttpEngine:
         if 300 <= status < 400:
             raise UserError(f"{self.url}{path} redirects to {shown(target)}; name that address in rollout.servers")
         kind: type[Exception] = UserError if 400 <= status < 500 else EngineError
+        if status in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND):
+            kind = MissingCall
         if status >= 500 and status not in STARTING:
             kind = ServerFailure
         fault = str(status)

@@ -27,6 +27,7 @@ from braidrl.data.records import place as place_of
 from braidrl.data.tables import LoadingRanks
 from braidrl.data.vision import Vision
 from braidrl.engines.deployment import MODES, Deployment
+from braidrl.engines.http.dialects import DIALECTS
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.flow.flow import serial_chain
@@ -342,9 +343,12 @@ def check_images(
             f"{source.path} has images, which engines on the ranks that train do not support where they are vLLM, or "
             "shard the model; remove rollout.tensor and rollout.pipeline, or write rollout.engines=1 for vLLM"
         )
-    if generates and config.rollout.engine not in SEEING_ENGINES:
+    engine, dialect = config.rollout.engine, config.rollout.servers.dialect
+    sees = engine in SEEING_ENGINES or (engine == "http" and DIALECTS[dialect].generate_seeing is not None)
+    if generates and not sees:
+        named = f"{engine} with servers of {dialect}" if engine == "http" else engine
         raise UserError(
-            f"{source.path} has images, which rollout.engine={config.rollout.engine} does not support; write "
+            f"{source.path} has images, which rollout.engine={named} does not support; write "
             f"rollout.engine={' or '.join(SEEING_ENGINES)}"
         )
     for role in flow.roles:

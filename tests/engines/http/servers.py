@@ -69,8 +69,10 @@ runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 class VllmServer:
     """Start vLLM's server in a separate process."""
 
-    def __init__(self, model: Path, limit_s: float = 500.0, arguments: Sequence[str] = ARGUMENTS) -> None:
-        self.model, port, python = model, free_port(), vllm_python()
+    def __init__(
+        self, model: Path, limit_s: float = 500.0, arguments: Sequence[str] = ARGUMENTS, python: Path | None = None
+    ) -> None:
+        self.model, port, python = model, free_port(), python or vllm_python()
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
             [

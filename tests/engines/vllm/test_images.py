@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.weights.publisher import ModelWeights
+from tests.engines.http.servers import ARGUMENTS, VllmServer
 from tests.engines.served import vllm_python
 from tests.tiny import Workshop
 from tests.training.decoders.test_images import ROWS, SIZES, Seeing, noise, shapes
@@ -26,6 +28,7 @@ from tests.training.decoders.test_images import ROWS, SIZES, Seeing, noise, shap
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 HEAD = 32
 """vLLM's kernels for CPUs need heads of 32 or more."""
+SERVES = (*ARGUMENTS, "--max-model-len", "512")
 
 
 def python() -> Path:
@@ -98,6 +101,31 @@ def test_a_run_with_vllm_sends_the_tower_and_adapters_too(trainer: dict[str, Any
     model = shapes.write_model(tmp_path / "model", 0, family="qwen2_5_vl", head=HEAD)
     metrics = trained(model, tmp_path, {"engine": "vllm", "python": str(python())}, trainer)
     assert max(line["train/rollout_log_prob_gap"] for line in metrics) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_with_a_vllm_server_draws_after_images_with_the_trainers_log_probs(family: str, tmp_path: Path) -> None:
+    model = shapes.write_model(tmp_path / "model", 0, family=family, head=HEAD)
+    with closing(VllmServer(model, arguments=(*SERVES, "--enable-scale-out"), python=python())) as server:
+        rollout = {"engine": "http", "reproducible": True, "servers": {"urls": [server.url], "folder": str(tmp_path)}}
+        lines = trained(model, tmp_path, rollout, {"train_vision": True})
+    assert max(line["train/rollout_log_prob_gap"] for line in lines) < 1e-5
+
+
+def test_a_vllm_server_without_the_call_for_images_is_named_with_its_option(tmp_path: Path) -> None:
+    model = shapes.write_model(tmp_path / "model", 0, head=HEAD)
+    with closing(VllmServer(model, arguments=SERVES, python=python())) as server:
+        rollout = {"engine": "http", "reproducible": True, "servers": {"urls": [server.url], "folder": str(tmp_path)}}
+        with pytest.raises(UserError, match=r"takes no images: start it with --enable-scale-out"):
+            trained(model, tmp_path, rollout, {})
+
+
+def test_images_for_a_server_of_sglang_are_refused_before_a_model_is_read(tmp_path: Path) -> None:
+    model = shapes.write_model(tmp_path / "model", 0)
+    (model / "model.safetensors").unlink()
+    servers = {"urls": ["http://127.0.0.1:1"], "dialect": "sglang"}
+    with pytest.raises(UserError, match=r"has images, .*servers of sglang.*rollout\.engine=embedded or vllm"):
+        trained(model, tmp_path, {"engine": "http", "servers": servers}, {})
 
 
 def trained(model: Path, folder: Path, rollout: dict[str, Any], trainer: dict[str, Any]) -> list[dict[str, Any]]:
