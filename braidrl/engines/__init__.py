@@ -4,5 +4,5 @@ Request ──▶ routing ──▶ an engine: embedded, vllm, http, each but th
 
 `engine` is the protocol of every engine, and `engine_contract` the checks that each must pass. `requests` holds its
 values, `stepping` is the base of engines that draw token by token, `sampling` draws tokens from logits, and `factory`
-makes a role's engines from the configuration. `engine_process` has the two sides of an engine in a process of its own.
+makes a role's engines from the configuration. `engine_process` has the two sides of an engine in a separate process.
 """

@@ -2,7 +2,7 @@
 
 configuration, flow ──prepare.deployment.deploy──▶ Deployment ──▶ engines, publishers, backends, memory, `braid plan`
 
-`check` says whether the parts fit each other, the flow and the models.
+`check` refuses parts that do not fit each other, the flow or the models.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from braidrl.weights.publisher import TRANSPORTS
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """An execution mode: the way in which stages are called, and its consequences."""
+    """An execution mode: how stages are called, and what follows from it."""
 
     name: str
     reads: frozenset[str]
@@ -39,11 +39,11 @@ class ExecutionMode:
     sharded: bool = True
     """True if several processes can hold a role's model."""
     chained: bool = False
-    """True if every rank executes the whole flow, one stage after the other."""
+    """True if every rank executes the complete flow, one stage after the other."""
     placed: bool = False
     """True if a driver on Ray calls the workers of pools."""
     concurrent: bool = False
-    """True if each role has processes of its own, which compute at the same time."""
+    """True if each role has separate processes, which compute concurrently."""
 
     @property
     def pools_ranks(self) -> bool:
@@ -71,14 +71,14 @@ class Engines:
     home: Literal["process", "ranks", "processes", "servers"]
     """In this process, in this process and others of its role together, in `count` engine processes, or in servers."""
     count: int
-    """Engine processes or servers that generate in place of this process; 0 if it generates itself."""
+    """Engine processes or servers that generate in place of this process; 0 if it generates."""
     layout: GenerationLayout
     mode: ExecutionMode
     nodes: int = 1
 
     @classmethod
     def of(cls, config: Config) -> "Engines":
-        """Return the engines that a configuration asks for."""
+        """Return the engines of a configuration."""
         rollout, layout, mode = config.rollout, GenerationLayout.of(config.rollout), MODES[config.runtime]
         if rollout.engine == "http":
             return cls(rollout.engine, "servers", len(rollout.servers.urls), layout, mode)
@@ -90,7 +90,7 @@ class Engines:
 
     @property
     def key(self) -> str:
-        """Return the setting that divides an engine, or has vLLM run where training does."""
+        """Return the setting that divides an engine, or that runs vLLM in the training processes."""
         layout = self.layout
         axes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "grouping": layout.grouping}
         hosting = f"rollout.engine=vllm on {'the ranks that train' if self.mode.sharded else 'this process'}"
@@ -98,7 +98,7 @@ class Engines:
 
     @property
     def started(self) -> int:
-        """Return how many engine processes a generating process starts; servers are started by others."""
+        """Return the number of engine processes that a generating process starts; servers are started by others."""
         return self.count if self.home == "processes" else 0
 
     @property
@@ -118,7 +118,7 @@ class Engines:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that decode together: of an engine process, or of training."""
+        """Return the number of ranks that decode together: those of an engine process, or training ranks."""
         return self.layout.ranks if self.apart or self.pools_ranks else 1
 
     @property
@@ -127,7 +127,9 @@ class Engines:
         return self.layout.ranks // self.nodes
 
     def faults(self, config: Config, generating: Sequence[str], plays: bool) -> Iterator[str]:
-        """Yield what the execution mode, the settings or, if a stage `plays`, an environment do not support."""
+        """Yield the settings that the execution mode, other settings or, if a stage `plays`, an environment do not
+        support.
+        """
         rollout, layout, way = config.rollout, self.layout, config.rollout.weights
         nodes, ranks, kind, divided = self.nodes, layout.ranks, self.kind, layout != GenerationLayout()
         if nodes > 1 and (kind != "vllm" or not self.mode.concurrent):
@@ -183,7 +185,7 @@ class Engines:
                 yield f"rollout.pipeline={rollout.pipeline} {refused}"
 
     def _hosting_faults(self, config: Config, generating: Sequence[str]) -> Iterator[str]:
-        """Yield what vLLM in the processes that train does not support."""
+        """Yield the settings that vLLM in the training processes does not support."""
         rollout = config.rollout
         if self.mode.concurrent:
             yield "rollout.engines=0: under streaming vLLM has its own processes; write rollout.engines=1"
@@ -218,13 +220,13 @@ class Deployment:
     flow: Flow
     """The flow that the processes execute."""
     evaluation: Flow | None
-    """The flow that is evaluated beside it; None without sets to evaluate."""
+    """The flow that evaluates the policy; None without evaluation sets."""
     mode: ExecutionMode
     pools: tuple[Pool, ...]
     """The processes, by the roles that they hold, with the engine processes that they start."""
     engines: Engines
     launcher: str
-    """What starts the processes: `local`, `ray` or `torchrun`."""
+    """The launcher of the processes: `local`, `ray` or `torchrun`."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -255,7 +257,7 @@ class Deployment:
         return tuple(dict.fromkeys(role for roles in together if len(roles) > 1 for role in roles))
 
     def _sharing_faults(self) -> Iterator[str]:
-        """Yield why policies cannot share the base weights of one engine."""
+        """Yield the reasons why policies cannot share the base weights of one engine."""
         key, roles = "rollout.shared_base", self.shared_base
         if self.config.rollout.shared_base and not roles:
             yield f"{key} is for roles that play together, by `policies` of a generate stage; remove it"
@@ -285,7 +287,7 @@ class Deployment:
 
     @property
     def resident_gib(self) -> float | None:
-        """Return the memory budget of roles that share a device; None without one, or if roles share none."""
+        """Return the memory budget of roles that share a device; None without a budget, or if roles share none."""
         return self.config.trainer.resident_gib if "trainer.resident_gib" in self.mode.reads else None
 
     @property
@@ -296,9 +298,9 @@ class Deployment:
 
     @cached_property
     def transport(self) -> str | None:
-        """Return the transport that brings weights to engines outside this process; None if a file does.
+        """Return the transport that brings weights to engines outside this process; None for a file.
 
-        Engines with devices of their own get them over a process group, unless configured. Raises UserError if a
+        Engines with separate devices get them over a process group, unless configured otherwise. Raises UserError if a
         process group is requested and engines share the trainer's device, which NCCL refuses.
         """
         config, way, available = self.config, self.config.rollout.weights, device_count(self.config.device)
@@ -311,7 +313,7 @@ class Deployment:
         if not available:
             return way
         if self.mode.concurrent:
-            # Each process has a device of its own, unless the machine has only one.
+            # Each process has a separate device, unless the machine has only one.
             return "collective" if way or available > 1 else None
         devices = own_devices(available, self.engines.count, self.engines.ranks_per_node)
         shared = any(set(devices_of_engine) & set(devices.every[:1]) for devices_of_engine in devices.engines)
@@ -325,7 +327,7 @@ class Deployment:
     def check(self, flow: Flow) -> None:
         """Raise UserError for engines, layouts or pools that processes or models do not support.
 
-        `flow` is the training flow, also of a run that only evaluates.
+        `flow` is the training flow, even of a run that only evaluates.
         """
         plays = any("environment" in stage.params for stage in self.stages)
         pools = self.pools if self.mode.pools_ranks else ()
@@ -348,8 +350,9 @@ class Deployment:
         return layouts if inferring is None else {**layouts, settings.key("inference_layout"): inferring}
 
     def _layout_faults(self, flow: Flow) -> Iterator[str]:
-        """Yield layouts that the execution mode or the flow does not support; raise UserError for those that a model
-        does not.
+        """Yield layouts that the execution mode or the flow does not support.
+
+        Raises UserError for layouts that a model does not support.
         """
         config, trained = self.config, flow.trained_roles
         infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
@@ -377,7 +380,7 @@ class Deployment:
                     check_plan(settings.model, layout, key)
 
     def _pool_faults(self, pool: Pool) -> Iterator[str]:
-        """Yield weights that cannot reach a pool; raise UserError for layouts that its ranks do not fill."""
+        """Yield weights that cannot reach a pool. Raises UserError for layouts that do not match its ranks."""
         engines = self.engines
         for stage in self.stages:
             if stage.role in pool.generating and (apart := [r for r in policies_of(stage) if r not in pool.generating]):

@@ -1,7 +1,7 @@
-"""The engine protocol: the one interface behind which models generate.
+"""The engine protocol: the interface of everything that generates.
 
 submit ──▶ Response          one response per request, when it ends
-abort  ──▶ the same response at once, with the tokens drawn so far
+abort  ──▶ the same response immediately, with the tokens drawn so far
 
 `braidrl.engines.engine_contract` holds the checks that an engine must pass.
 """
@@ -37,7 +37,7 @@ given servers.
 OF_VLLM = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    # Otherwise vLLM binds each worker to a NUMA node of its own, and refuses more workers than nodes.
+    # Otherwise vLLM binds each worker to a separate NUMA node, and refuses more workers than nodes.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Environment variables of vLLM, set unless the run's own environment sets them."""
@@ -46,11 +46,16 @@ NOTHING_YET = -1
 
 
 class EngineError(RuntimeError):
-    """An error of the engine, not of the request: the same request may succeed elsewhere, or here after `recover`."""
+    """An error of the engine, not of the request.
+
+    The same request may succeed on another engine, or here after `recover`.
+    """
 
 
 def check_idle(name: str, rows: Collection[Uid], does: str) -> None:
-    """Raise RuntimeError while an engine has rows in flight; `does` names what it does without any."""
+    """Raise RuntimeError while an engine has rows in flight; `does` names the operation that requires an idle
+    engine.
+    """
     if rows:
         raise RuntimeError(f"{name}: {len(rows)} rows are under way; an engine {does} when it has none")
 
@@ -60,11 +65,11 @@ class Speculated:
     """Counts of an engine's passes, tokens and guesses since its start."""
 
     passes: int = 0
-    """Passes of the model, each counted for every row that took part."""
+    """Passes of the model, each counted for every row that participated."""
     tokens: int = 0
     """Tokens drawn."""
     drafted: int = 0
-    """Guesses that passes have checked."""
+    """Guesses checked by passes."""
     accepted: int = 0
     """Guesses that were right."""
 
@@ -72,7 +77,7 @@ class Speculated:
         return Speculated(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def since(self, earlier: "Speculated") -> "Speculated":
-        """Return what was decoded after `earlier`; of an engine that was started again since, all."""
+        """Return the counts after `earlier`; for an engine restarted since, all counts."""
         if earlier.passes > self.passes:
             return self
         return Speculated(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
@@ -83,12 +88,12 @@ class Load:
     """An engine's current load."""
 
     slots: int
-    """Rows that it can decode at once."""
+    """Rows that it can decode together."""
     running: int
     waiting: int
     """Rows without a slot."""
     speculated: Speculated | None = None
-    """None for an engine that does not guess tokens, or does not say."""
+    """None for an engine that does not guess tokens, or does not report it."""
 
     @property
     def rows(self) -> int:
@@ -104,7 +109,7 @@ class NodePart:
     """The node's rank; 0 has the scheduler."""
     nodes: int
     address: str
-    """This node's address, as the others reach it."""
+    """This node's address for other nodes."""
     host: str = ""
     """The first node's address, where the ranks meet at `port`; both are set by a start."""
     port: int = 0
@@ -135,14 +140,14 @@ class EngineSpec:
     devices: tuple[int, ...] | None = None
     """The CUDA devices that its processes see, one each, by index among the run's devices; None for all."""
     reproducible: bool = True
-    """True where a row's own random numbers must draw its tokens."""
+    """True if a row's random numbers must draw its tokens."""
     adapts_rows: bool = False
-    """True where an engine of vLLM begins only as many of its `slots` rows as its keys and values have room for."""
+    """True if an engine of vLLM starts only as many of its `slots` rows as fit into its keys and values."""
     images: dict[str, Any] | None = None
-    """The settings of `data.images`, where the model sees."""
+    """The settings of `data.images`, for a multimodal model."""
     train_vision: bool = False
     part: NodePart | None = None
-    """The part of its process, where an engine spans several nodes."""
+    """The part of its process, if an engine spans several nodes."""
 
     @property
     def vllm_options(self) -> dict[str, Any]:
@@ -172,7 +177,7 @@ class EngineSpec:
 
 
 class Engine(Protocol):
-    """A generator of responses, as the caller that submits rows sees it."""
+    """A generator of responses, as seen by the caller that submits rows."""
 
     async def submit(self, request: Request) -> Response:
         """Generate a response.
@@ -181,9 +186,8 @@ class Engine(Protocol):
         """
 
     async def abort(self, uid: Uid) -> None:
-        """End a row at once: its `submit` returns the tokens drawn so far.
-
-        Raises KeyError if the row is not in flight.
+        """End a row immediately: its `submit` returns the tokens drawn so far. Raises KeyError if the row is not in
+        flight.
         """
 
 
@@ -196,12 +200,12 @@ class ServedEngine(Engine, Protocol):
     async def start(self) -> None:
         """Start the engine, and return when it accepts requests.
 
-        Raises UserError if it is configured wrongly, EngineError if it fails.
+        Raises UserError for a wrong configuration, EngineError if it fails.
         """
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Use the weights of `source` from the next row on; None means that the engine's own tensors have this version
-        already.
+        """Use the weights of `source` from the next row on; None means that the engine's tensors already have this
+        version.
 
         Raises ValueError if the source lacks a tensor, and RuntimeError while rows are in flight, which a
         `ResumingEngine` preempts.
@@ -225,9 +229,9 @@ class ServedEngine(Engine, Protocol):
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """The memory that an engine takes on the trainer's device."""
+    """The memory of an engine on the trainer's device."""
 
     model: nn.Module
-    """The model that decodes; the trainer's own module if shared."""
+    """The model that decodes; the trainer's module if shared."""
     cache_bytes: int
     """Bytes that are freed while it does not generate: keys and values of all its slots, and packed weights."""

@@ -27,7 +27,7 @@ from braidrl.weights.publisher import WeightSource
 
 @dataclass(frozen=True)
 class EngineUnderTest:
-    """An engine under test and the facts about its model that the checks need."""
+    """An engine under test, and the facts about its model that the checks need."""
 
     make: Callable[[], ServedEngine]
     vocabulary: int
@@ -36,7 +36,7 @@ class EngineUnderTest:
     training_log_probs: Callable[[Sequence[Request], Sequence[Response]], list[Tensor]]
     """Training's log-probs of the responses, (T,) each, under the weights of version 0."""
     other_weights: Callable[[], WeightSource]
-    """Weights of the same shapes that draw other tokens."""
+    """Weights of the same shapes that generate other tokens."""
     tolerance: float = 1e-5
     """Absolute tolerance of log-probs against training's."""
     long: int = 40
@@ -52,7 +52,7 @@ def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Req
 
 
 def drawn(request: Request, **settings: Any) -> Request:
-    """Return the request with other sampling settings."""
+    """Return the request with changed sampling settings."""
     return replace(request, sampling=replace(request.sampling, **settings))
 
 
@@ -96,7 +96,7 @@ async def log_probs_are_those_of_training(subject: EngineUnderTest) -> None:
 
 
 async def a_later_turn_has_the_log_probs_of_training(subject: EngineUnderTest) -> None:
-    """Check the log-probs of a later turn, also where an engine caches the turns before."""
+    """Check the log-probs of a later turn, even if an engine caches earlier turns."""
     engine, (request, *_), generator = subject.make(), requests(subject, 1), torch.Generator().manual_seed(8)
     prompt = torch.randint(0, subject.vocabulary, (2 * subject.max_sequence_tokens // 3,), generator=generator)
     observed = torch.randint(0, subject.vocabulary, (3,), generator=generator)

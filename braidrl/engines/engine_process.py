@@ -1,11 +1,11 @@
-"""An engine in a process of its own: first the run's side of the socket, `EngineProcess`, then the process's side, from
+"""An engine in a separate process: first the run's side of the socket, `EngineProcess`, then the process's side, from
 `main`.
 
 EngineProcess ──EngineCall──▶ main, serve ──▶ engine
               ◀──EngineReply: a result, an error, a token or a heartbeat, each with the engine's load──
 
 Each message has its length before it. If the process ends, or sends nothing for too long, pending calls raise
-EngineError. The process waits while it has no work, and ends when the run is gone.
+EngineError. The process waits while it has no work, and ends with the run.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 class EngineCall(msgspec.Struct, omit_defaults=True):
-    """A call of an engine's method; the first one is `start`. `EngineReply.id` is its `id`."""
+    """A call of an engine's method; the first call is `start`. `EngineReply.id` is its `id`."""
 
     method: Literal["start", "submit", "abort", "update_weights", "sleep", "wake", "recover"]
     id: int = 0
@@ -69,7 +69,9 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
     """The policy whose adapters the weights are."""
     path: str | None = None
     notice: TransferNotice | None = None
-    """The transfer of the weights over a process group with the trainer; with neither the weights stay."""
+    """The transfer of the weights over a process group with the trainer; without a file and a notice the weights
+    stay.
+    """
 
 
 class EngineReply(msgspec.Struct, omit_defaults=True):
@@ -156,8 +158,8 @@ class EngineProcess:
         if self._led is not None:
             self.spec = replace(self.spec, part=self._led.begin())
         spec, self._held = self.spec, None
-        # vLLM and users' engines may need an interpreter of their own, and a process must know its device before
-        # importing torch.
+        # vLLM and users' engines may need a separate interpreter, and a process must know its device before importing
+        # torch.
         copied = spec.kind == "embedded" and spec.device == "cpu" and self._python == sys.executable
         self._process = (from_server if copied else Spawned)(
             ProcessSpec(
@@ -224,8 +226,8 @@ class EngineProcess:
         await self._ask(EngineCall("wake"))
 
     async def recover(self) -> int:
-        """Replace a process that ended or is broken; the new process has the weights of the model's directory."""
-        # Several callers may recover it at once.
+        """Replace a process that ended or failed; the new process has the weights of the model's directory."""
+        # Several callers may recover it concurrently.
         async with self._recovering:
             if self._writer is not None:
                 try:
@@ -243,7 +245,7 @@ class EngineProcess:
         return replace(self._load, running=running, waiting=len(self._rows) - running)
 
     async def close(self) -> None:
-        """End the process and wait until it is gone."""
+        """End the process and wait for its end."""
         if self._led is not None:
             self._led.end()
         self._die("was closed")
@@ -268,7 +270,7 @@ class EngineProcess:
             spanning.lose()
 
     async def _watch_nodes(self, spanning: SpanningEngine, writer: asyncio.StreamWriter) -> None:
-        """End the engine when another node loses its part: a rank that waits for that part may not notice."""
+        """End the engine when another node loses its part: a rank that waits for that part may not detect it."""
         while self._writer is writer:
             if (node := spanning.lost()) is not None:
                 self._die(f"lost its part on node {node}")
@@ -300,12 +302,12 @@ class EngineProcess:
             self._answers.pop(call.id, None)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Give each message to the call or row that it is for, until the process ends."""
+        """Dispatch each message to its call or row, until the process ends."""
         while (reply := await receive(reader, EngineReply)) is not None:
             self._heard = asyncio.get_running_loop().time()
             if reply.load is not None:
                 self._load = reply.load
-            # A call that was cancelled awaits nothing.
+            # A cancelled call has no waiting caller.
             if reply.id not in self._answers:
                 continue
             answer, on_token = self._answers[reply.id]
@@ -345,7 +347,7 @@ def embedded_engine(spec: EngineSpec) -> SteppingEngine:
 
 
 def engine_images(model: Any, spec: EngineSpec) -> ModelImages | None:
-    """Return the images of an engine's model; None if it sees none."""
+    """Return the images of an engine's model; None for a text-only model."""
     if spec.images is None:
         return None
     settings = ImagesConfig(**spec.images)
@@ -366,14 +368,14 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
 
 
 def main(handle: int) -> None:
-    """Serve an engine over the connection at a file descriptor, until the run is gone."""
+    """Serve an engine over the connection at a file descriptor, until the run ends."""
     named("engine")
     keep_freed_memory()
     asyncio.run(serve(socket.socket(fileno=handle)))
 
 
 async def serve(connection: socket.socket) -> None:
-    """Make the engine that the first call describes, answer that call, and execute the others until the run is gone."""
+    """Make the engine that the first call describes, answer that call, and execute later calls until the run ends."""
     reader, writer = await asyncio.open_connection(sock=connection)
     if (start := await receive(reader, EngineCall)) is None:
         return

@@ -1,8 +1,7 @@
 """Makes a role's engines and the publisher of its weights from the configuration, for any training layout.
 
 engine of this process, or of a pool of ranks    in place: its own tensors, or slices copied in rounds, adapters merged
-engine processes                                 file in shared memory; collective if they have CUDA devices of their
-                                                 own
+engine processes                                 file in shared memory; collective if they have separate CUDA devices
 servers                                          file in a folder, or collective
 """
 
@@ -67,14 +66,11 @@ def start_engine(
     tokenizer: PreTrainedTokenizerBase,
     started: Mapping[str, RoleEngine],
 ) -> RoleEngine:
-    """Start the engine of a role that `worker` trains, or that other processes train with None; all `ranks` that
+    """Start the engine of a role that `worker` trains; None means that other processes train it. All `ranks` that
     generate for the role call this together.
 
     With engines `started` for other roles, engine processes share one event loop, and policies on a shared base share
-    one engine. All `ranks` that generate for it call this together. Beside the engines `started` for other roles, those
-    of other processes share one event loop, and policies on a shared base one engine.
-
-    Raises UserError for a model that the engine cannot use.
+    one engine. Raises UserError for a model that the engine cannot use.
     """
     config, engines, spec = deployment.config, deployment.engines, engine_spec(role, deployment)
     rollout, limit_s = config.rollout, config.cluster.wait_limit_s
@@ -106,8 +102,8 @@ def start_engine(
     if shared:
         trainer = None if worker is None else torch_worker(worker)
         return shared_engine(role, trainer, deployment, spec, tokenizer, started)
-    # Decoding needs all weights on each rank, in its dtype and with adapters merged; else a frozen copy, refreshed at
-    # each publication.
+    # Decode with the trainer's module if each rank has all weights, in this dtype and with adapters merged; otherwise
+    # with a frozen copy, refreshed at each publication.
     model, dtype = worker.shared_model if worker else None, getattr(torch, spec.dtype)
     if model is None or (rollout.dtype and model.dtype != dtype):
         model = load_decoder(spec.model, dtype, spec.device).requires_grad_(False).eval()
@@ -151,17 +147,17 @@ def shared_engine(
         size, adapters = spec.max_sequence_tokens, PolicyAdapters(model)
         engine = EmbeddedEngine(model, tokenizer, Decoding(spec.slots, size, seed, **spec.options), adapters=adapters)
     assert isinstance(engine, EmbeddedEngine) and engine.adapters is not None
-    # Compiled decoding has moved some of the base's tensors together.
+    # Compiled decoding has concatenated some of the base's tensors.
     share_weights(trained, engine.model)
     engine.adapters.add(role, trained)
     return engine
 
 
 def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Deployment) -> list[EngineProcess]:
-    """Return the engine processes of a generating process, not started; of a node that does not lead, its parts of the
+    """Return the engine processes of a generating process, not started; on a node that does not lead, its parts of the
     engines.
 
-    Each engine has CUDA devices of its own. Raises UserError for too few devices.
+    Each engine has separate CUDA devices. Raises UserError for too few devices.
     """
     config, count, available = deployment.config, deployment.engines.count, device_count(spec.device)
     specs = [spec] * count
@@ -178,7 +174,7 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Dep
 
 
 async def follow_engines(role: str, ranks: DataParallel, deployment: Deployment) -> None:
-    """Compute this node's parts of engines that another node of the worker calls, until they are closed."""
+    """Run this node's parts of engines that another node of the worker calls, until they are closed."""
     async with asyncio.TaskGroup() as group:
         for part in engines_of(role, ranks, engine_spec(role, deployment), deployment):
             group.create_task(part.follow())
@@ -190,7 +186,7 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deploy
     """
     shared = isinstance(engine, EmbeddedEngine) and (engine.model is worker.shared_model or engine.adapters is not None)
     if not isinstance(worker, ShardedBackend):
-        # A user's own backend without an index of its weights: every full tensor by its name.
+        # A user's backend without an index of its weights: every full tensor by its name.
         return InPlacePublisher(engine, source=None if shared else worker)
     config, engines, parts, ranks = deployment.config, deployment.engines, worker.weights, worker.ranks
     if lora := adapters_sent(worker, config):
@@ -202,11 +198,11 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deploy
         if shared or engine.phases:
             return InPlacePublisher(engine)
         copy = copy_within(worker, engine.parts, sharded)
-        # The trainer may have rounded the directory's weights to a dtype of its own.
+        # The trainer may have rounded the directory's weights to another dtype.
         copy.refresh()
         return InPlacePublisher(engine, copy)
     if not isinstance(engine, EngineService) or not engines.apart:
-        # A user's own engine in this process.
+        # A user's engine in this process.
         return InPlacePublisher(engine, source=worker)
     if (transport := deployment.transport) is not None:
         limit_s = config.cluster.wait_limit_s
@@ -217,16 +213,14 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deploy
 
 
 def offering_address(config: Config) -> str:
-    """Return this machine's address as the receivers of its weights reach it: servers, other machines, or local
-    engines.
-    """
+    """Return this machine's address for the receivers of its weights: servers, other machines, or local engines."""
     peers = [*(urlsplit(url).hostname for url in config.rollout.servers.urls), os.environ.get("MASTER_ADDR")]
     addresses = [address_towards(peer) for peer in peers if peer]
     return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
 
 
 def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig | None:
-    """Return the adapters if only they are sent to vLLM, which reads the base weights itself; None if merged weights
+    """Return the adapters if only they are sent to vLLM, which reads the base weights from disk; None if merged weights
     are sent.
     """
     lora = worker.lora if isinstance(worker, RoleWorker) else None
@@ -254,7 +248,7 @@ def exchange_publisher(
 
 
 def file_writer(parts: Mapping[str, WeightPart], ranks: Ranks, config: Config) -> WeightWriter:
-    """Return the writer of weight versions: to a folder for servers, else to shared memory; all ranks call this
+    """Return the writer of weight versions: to a folder for servers, otherwise to shared memory; all ranks call this
     together.
     """
     servers = config.rollout.servers
@@ -263,7 +257,7 @@ def file_writer(parts: Mapping[str, WeightPart], ranks: Ranks, config: Config) -
 
 
 def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
-    """Return the settings of a role's engine, as plain data that is sent to its process."""
+    """Return the settings of a role's engine, as plain data for its process."""
     config, engines = deployment.config, deployment.engines
     rollout, settings, longest = config.rollout, settings_of(role, config), config.max_sequence_tokens
     path, dtype = settings.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else settings.dtype
@@ -293,7 +287,7 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
 
 
 def training_sampling(config: Config) -> SamplingParams:
-    """Return how the tokens that are trained on are drawn."""
+    """Return the sampling settings of the tokens to train on."""
     rollout = config.rollout
     return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens)
 
@@ -318,7 +312,7 @@ def spmd_engine(
     # With a memory budget the copy is kept, and is offloaded as the budget requires.
     takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
     if rollout.engine == "vllm":
-        # Read when vLLM is imported, which is here because it is optional. Its warnings are about what Braid sets.
+        # Read when vLLM is imported; it is optional and imported here. Its warnings are about settings that Braid sets.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
             from braidrl.engines.vllm.hosted import HostedVllmEngine
@@ -346,8 +340,8 @@ def with_nodes(deployment: Deployment, devices_of_node: int | None) -> Config:
     """Return the configuration with vLLM's engines on the fewest nodes with enough devices, unless it sets their
     number.
 
-    `devices_of_node` are the devices of the largest node; None without any. Engines for which no number of nodes is
-    enough stay on one.
+    `devices_of_node` are the devices of the largest node; None without any. Engines that no number of nodes can hold
+    stay on one.
     """
     config, ranks, engines = deployment.config, deployment.engines.layout.ranks, deployment.engines.started
     if config.rollout.nodes is not None or config.rollout.engine != "vllm" or devices_of_node is None:
@@ -365,7 +359,7 @@ def reach_servers(
     longest: int,
     beside: EngineService | None,
 ) -> EngineService:
-    """Return this rank's servers; each generating rank has its own.
+    """Return this rank's servers; each generating rank has separate ones.
 
     Raises UserError for a server that cannot be used for training.
     """

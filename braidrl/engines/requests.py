@@ -33,7 +33,10 @@ ARGUMENT = "braid"
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling settings of one response. A temperature of 0, or `greedy`, takes the likeliest token."""
+    """The sampling settings of one response.
+
+    A temperature of 0, or `greedy`, takes the likeliest token.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -41,7 +44,7 @@ class SamplingParams:
     """The number of likeliest tokens to sample from; 0 keeps all tokens."""
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the response, besides the model's own end of sequence."""
+    """Tokens that end the response, in addition to the model's end of sequence."""
     stop: tuple[str, ...] = ()
     """The response ends with the token that completes one of these texts."""
     greedy: bool = False
@@ -77,15 +80,17 @@ class Request:
     purpose: str = "train"
     stage: str = "generate"
     first_draw: int = 0
-    """Number of tokens that this row drew in earlier turns: their random numbers are not used again."""
+    """Number of tokens that this row drew in earlier turns: their random numbers are not reused."""
     continues: int = 0
-    """Number of tokens at the prompt's end that begin this response: a stop text may start among them."""
+    """Number of tokens at the prompt's end that belong to this response: a stop text may start among them."""
     columns: tuple[str, ...] = ()
-    """Columns per token that the response must have beside those of every response, by names as `column_of` takes."""
+    """Columns per token that the response must have in addition to those of every response, by names as in
+    `column_of`.
+    """
     images: tuple[ImageSpan, ...] = ()
     """The images in the prompt, whose tokens are expanded."""
     policy: str | None = None
-    """The role whose weights draw, for an engine that has several."""
+    """The role whose weights generate, for an engine of several roles."""
     on_token: Callable[[int, int], None] | None = None
     """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows
     it. When a row is restarted on another engine, the same tokens are drawn and reported again.
@@ -107,7 +112,7 @@ class Response:
 
     uid: Uid
     tokens: Tensor
-    """(T,) int64, the stop token included."""
+    """(T,) int64, including the stop token."""
     finish_reason: FinishReason
     per_token: Mapping[str, Tensor]
     """The values of each registered column that the request names, and of those of every response."""
@@ -127,7 +132,7 @@ class Response:
 class Changes:
     """Changes of an engine's rows during generation: rows to end with their tokens so far, and rows to add.
 
-    The engine waits as long as `more` may come, even without rows.
+    The engine waits while `more` may arrive, even without rows.
     """
 
     ended: Sequence[Uid] = ()
@@ -156,7 +161,7 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
 
 
 def joined(parts: Sequence[Response]) -> Response:
-    """Concatenate the parts of a row, in order, to one response; each part continues the one before."""
+    """Concatenate the parts of a row, in order, to one response; each part continues the previous one."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]
@@ -178,7 +183,7 @@ class EngineRow:
 
     request: Request
     limit: int
-    """Tokens that may be drawn."""
+    """Maximum number of tokens to draw."""
     stop_token_ids: tuple[int, ...] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
     """Decodes the tokens of a row with stop texts; None without any."""
@@ -187,15 +192,15 @@ class EngineRow:
     name: str = ""
     """The row's name in vLLM or on a server."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens given to `record_token`."""
+    """The tokens passed to `record_token`."""
     log_probs: list[float] = field(default_factory=list)
     """Their log-probs, in nats; the engine appends them."""
     per_token: dict[str, Tensor] = field(default_factory=dict)
-    """Their values of the columns that the request names, for `finished`; the engine sets them."""
+    """Their values of the requested columns, for `finished`; the engine sets them."""
     rope_shift: int = 0
-    """What the rope adds to positions after the prompt's images."""
+    """The rope's offset of positions after the prompt's images."""
     started: int = 0
-    """The engine's step in which it got its slot."""
+    """The engine's step in which it got a slot."""
     version: int = 0
     stop_text_found: bool = False
 
@@ -287,12 +292,12 @@ def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
 def rows_to_begin(
     capacity: int, block: int, recent: Collection[float], running: Iterable[EngineRow], waiting: Iterable[EngineRow]
 ) -> int:
-    """Return how many of the waiting rows fit beside the running ones, in their order; the first waiting row always
+    """Return how many of the waiting rows, in order, fit in addition to the running ones; the first waiting row always
     fits.
 
-    `capacity` tokens have room for their keys and values, in blocks of `block` tokens. `recent` are the parts of their
-    limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than was expected: it counts
-    as a row that has drawn its whole limit.
+    `capacity` is the number of tokens whose keys and values fit, in blocks of `block` tokens. `recent` are the shares
+    of their limits that recent rows have drawn, from 0 to 1. A preemption means that rows drew more than expected: it
+    counts as a row that has drawn its full limit.
     """
     share = max(recent) if len(recent) >= KNOWN else 1.0
 

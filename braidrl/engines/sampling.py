@@ -28,11 +28,11 @@ class BatchSampling:
     greedy: Tensor | None = None
     """True for a row that takes its likeliest token."""
     top_k: Tensor | None = None
-    """0 is no cut."""
+    """0 means no cut."""
     top_p: Tensor | None = None
-    """1 is no cut."""
+    """1 means no cut."""
     most: int = 0
-    """The largest top-k, known to the host without a device synchronization."""
+    """The largest top-k, known on the host without a device synchronization."""
 
     def of(self, rows: Tensor) -> "BatchSampling":
         """Return the settings for tokens of these rows, (N,)."""
@@ -73,7 +73,7 @@ def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[T
         least = values.gather(-1, (ranks - 1).clamp(min=0)[:, None])
         weights = weights.masked_fill((weights < least) & (ranks > 0)[:, None], 0.0)
     if sampling.top_p is not None:
-        # Keep the smallest set of likeliest tokens that holds the share `top_p` of the weight that top-k leaves.
+        # Keep the smallest set of likeliest tokens with the share `top_p` of the weight left by top-k.
         everything = (sampling.top_p >= 1)[:, None]
         least_weight = sampling.top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
         for width in (NUCLEUS, weights.shape[-1]):
@@ -109,8 +109,8 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entry at which the running sums (B, C) pass the given share of the total, (B,), and the offset in it,
-    (B,) in [0, 1].
+    """Return the entry at which the running sums (B, C) pass this share of the total, (B,), and the offset in it, (B,)
+    in [0, 1].
     """
     total = cumulative[:, -1:]
     # Below the total even if the product rounds up to it, so that the entry found has a weight.

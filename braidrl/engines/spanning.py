@@ -26,10 +26,10 @@ END = "end"
 
 @dataclass
 class SpanningEngine:
-    """An engine over several nodes, as one of them sees it."""
+    """An engine over several nodes, as seen by one of them."""
 
     store: dist.Store
-    """Reached by all nodes of this engine, and used by no other."""
+    """Shared by all nodes of this engine, and used only by them."""
     own: NodePart
     """This node's part; node 0 starts the engine."""
     start: int = 0
@@ -49,8 +49,8 @@ class SpanningEngine:
         return next((node for node in others if has_message(self.store, f"lost/{self.start}/{node}")), None)
 
     def end(self) -> None:
-        """Tell the other nodes that there will be no further start."""
-        # Without the store the run is gone, and the other nodes with it.
+        """Notify the other nodes that there will be no further start."""
+        # Without the store the run has ended, and the other nodes with it.
         with contextlib.suppress(RuntimeError):
             put_message(self.store, END)
 
@@ -69,14 +69,14 @@ class SpanningEngine:
         return has_message(self.store, END) or has_message(self.store, f"start/{self.start + 1}")
 
     def lose(self) -> None:
-        """Report that this node has no part of the current start any more."""
+        """Report that this node has lost its part of the current start."""
         put_message(self.store, f"lost/{self.start}/{self.own.node}")
 
 
 @dataclass(frozen=True)
 class OneOf(DataParallel):
-    """One of several independent workers that generate for a role; its engines may span several nodes, each with a
-    process of it.
+    """One of several independent workers that generate for a role; its engines may span several nodes, with a process
+    on each.
     """
 
     rank: int = 0

@@ -1,4 +1,4 @@
-"""The base of engines that draw one token per row in every step, and `EngineReplica`, which puts one behind the engine
+"""The base of engines that draw one token per row in every step, and `EngineReplica`, which adapts it to the engine
 protocol.
 
 SteppingEngine   add ──▶ waiting ──▶ step, step, step ... ──▶ Response
@@ -8,10 +8,9 @@ EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ t
 An engine with a `group` is sharded over ranks: each holds a slice of one model, and together they decode the rows of
 all ranks.
 
-rank 0  its requests ╮              ╭─ step, step, step ... ─▶ its responses
-rank 1  its requests ┴─ all-gather ─┴─ step, step, step ... ─▶ its responses  each layer of a step runs collectives
-
-Sampling is deterministic: ranks with the same requests in the same order draw the same tokens, so no rank has to lead.
+rank 0  its requests ╮              ╭─ step, step, step ... ─▶ its responses rank 1  its requests ┴─ all-gather ─┴─
+step, step, step ... ─▶ its responses  each layer of a step runs collectives  Sampling is deterministic: ranks with the
+same requests in the same order draw the same tokens, so no rank needs to lead.
 """
 
 import asyncio
@@ -59,13 +58,13 @@ class SteppingEngine(ABC):
     """
 
     slots: int = 0
-    """Rows that can be decoded at once."""
+    """Rows that can be decoded together."""
     group: dist.ProcessGroup | None = None
-    """All ranks that decode together, which make the same calls at the same time; None if this one decodes alone."""
+    """All ranks that decode together, which make the same calls at the same time; None for a single rank."""
     speculated: Speculated | None = None
     """Counts of an engine that guesses next tokens."""
     phases: GenerationWeights | None = None
-    """Set where generation and training weights take turns on the device."""
+    """Set if generation and training weights take turns on the device."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
@@ -107,7 +106,7 @@ class SteppingEngine(ABC):
 
     @property
     def memory(self) -> EngineMemory | None:
-        """Return the memory that can leave the device while other roles need the room; None if unknown here."""
+        """Return the memory that can be freed while other roles need the device; None if unknown here."""
         return None
 
     def parts(self) -> Mapping[str, WeightPart]:
@@ -124,21 +123,19 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def abort(self, uid: Uid) -> Response:
-        """End a row at once with its tokens so far. Raises KeyError if it is not in flight."""
+        """End a row immediately with its tokens so far. Raises KeyError if it is not in flight."""
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with the weights of `source` from the next row on; none is in flight. With None the engine's tensors
-        have this version.
+        """Generate with the weights of `source` from the next row on; no row is in flight.
 
-        Raises ValueError if the source lacks a tensor; the weights are then unchanged.
+        None means that the engine's tensors already have this version. Raises ValueError if the source lacks a tensor;
+        the weights are then unchanged.
         """
 
     @abstractmethod
     def clear(self, release: bool = True) -> None:
-        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need
-        again.
-        """
+        """Drop every row and free the keys and values; without `release` an engine may keep memory for reuse."""
 
     def sleep(self) -> None:
         """Free the memory that only generation needs; weights may still be published.
@@ -149,7 +146,7 @@ class SteppingEngine(ABC):
         self.clear()
 
     def wake(self) -> None:  # noqa: B027
-        """Get ready to generate again; memory that `sleep` freed is allocated when needed."""
+        """Prepare to generate again; memory freed by `sleep` is allocated when needed."""
 
     def close(self) -> None:  # noqa: B027
         """Stop everything that the engine started; by default nothing."""
@@ -164,18 +161,18 @@ class SteppingEngine(ABC):
         on_finished: Callable[[Response], None] | None = None,
         changes: Callable[[], Changes] | None = None,
     ) -> list[Response]:
-        """Return all responses, in the order of `requests`; with a `group` each rank brings requests of its own.
+        """Return all responses, in the order of `requests`; with a `group` each rank brings its requests.
 
-        `on_finished` is called with each response that ends by itself, also of rows that were added. `changes` is
-        called after each step or every few milliseconds; the rows that it ends may have ended already. Raises UserError
-        for a prompt that leaves no room for a response, and RuntimeError while rows are in flight.
+        `on_finished` is called with each response that ends without being stopped, including rows that were added.
+        `changes` is called after each step or every few milliseconds; the rows that it ends may already have ended.
+        Raises UserError for a prompt that leaves no room for a response, and RuntimeError while rows are in flight.
         """
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
         local, ranks = list(requests), Ranks(self.group)
         uids = [request.uid for request in local]
         of_all = ranks.all_gather("requests", (changes is not None, local), tuple[bool, list[Request]])
-        # Ranks that decode together ask one another only if some rank has changes, and not after each step.
+        # Ranks that decode together exchange changes only if some rank has any, and not after each step.
         more = may_change = any(asks for asks, _ in of_all)
         every, steps = 1 if ranks.size == 1 else CHANGES_EVERY, 0
         reported = set(uids) if on_finished else set()
@@ -247,7 +244,7 @@ class SteppingEngine(ABC):
 
 
 def answering(answer: asyncio.Future[Response]) -> RowEnded:
-    """Return a call that gives a row's result to a future, unless its caller was cancelled."""
+    """Return a callback that sets a row's result on a future, unless its caller was cancelled."""
 
     def ended(uid: Uid, result: Response | BaseException) -> None:
         if answer.done():
@@ -263,7 +260,7 @@ def answering(answer: asyncio.Future[Response]) -> RowEnded:
 class EngineReplica:
     """A `SteppingEngine` behind the engine protocol, in one event loop.
 
-    Steps run in the loop itself, so a breakpoint stops there.
+    Steps run in the loop, so a breakpoint stops there.
     """
 
     def __init__(self, engine: SteppingEngine) -> None:
@@ -355,11 +352,11 @@ class EngineReplica:
     def step_together(self, is_done: bool) -> tuple[bool, bool]:
         """Add and remove the rows of all ranks that decode together, and make a step if the engine has rows.
 
-        All these ranks call this again and again. Return whether all ranks are done, and whether a step was made.
+        All these ranks call this repeatedly. Returns whether all ranks are done, and whether a step was made.
         """
         engine, waiting, leaving = self.engine, self._asked, self._leaving
         self._asked, self._leaving = [], []
-        # Calls for each token stay here.
+        # Callbacks for each token stay on this rank.
         sent = [replace(request, on_token=None) for request, _ in waiting]
         ranks = Ranks(engine.group)
         of_ranks = ranks.all_gather("rows", (is_done, sent, leaving), tuple[bool, list[Request], list[Uid]])
@@ -369,7 +366,7 @@ class EngineReplica:
                 try:
                     engine.add(request if local is None else local[0])
                 except UserError as error:
-                    # All ranks refuse the row alike.
+                    # All ranks refuse the row in the same way.
                     if local is not None:
                         local[1](request.uid, error)
                 else:
@@ -415,8 +412,8 @@ class EngineReplica:
 async def in_step(replicas: Sequence[EngineReplica], work: Coroutine[Any, Any, T]) -> T:
     """Run `work` while these engines step together with those of other ranks; return its result.
 
-    All ranks of an engine call this with the same engines in the same order; a rank whose work is done goes on until
-    that of all is.
+    All ranks of an engine call this with the same engines in the same order; a rank whose work is done continues until
+    all are done.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,7 +1,7 @@
 """The vLLM proof: on a decoder's tiny twin, vLLM's log-probs must equal the trainer's, also after an update of its
 weights.
 
-`braid check MODEL --vllm PYTHON` runs it. vLLM runs in a process of its own; this file does not import it.
+`braid check MODEL --vllm PYTHON` runs it. vLLM runs in a separate process; this file does not import it.
 """
 
 import asyncio
@@ -88,8 +88,8 @@ def greatest_gap(config: Any, plan: ForwardPlan, python: Path | None, seen: Path
 
 
 def write_tokenizer(folder: Path, twin: Any, config: Any, seen: Path | None) -> None:
-    """Write a tokenizer of one word per id of the twin's vocabulary; tokens about images have the texts of the model's
-    own.
+    """Write a tokenizer of one word per id of the twin's vocabulary; image tokens have the texts of the model's
+    tokenizer.
     """
     words = {str(number): number for number in range(twin.get_text_config().vocab_size)}
     if seen is not None:
@@ -140,7 +140,7 @@ async def drawn(
     python: Path | None,
     images: ImagesConfig | None,
 ) -> list[list[Response]]:
-    """Return the responses of one vLLM to the prompts under each version of the weights."""
+    """Generate the responses to the prompts with one vLLM, under each version of the weights."""
     longest = max(map(len, prompts)) + TOKENS
     settings = None if images is None else images.model_dump(mode="json")
     spec = EngineSpec("vllm", folder, len(prompts), longest, images=settings, train_vision=True)

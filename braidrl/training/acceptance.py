@@ -52,8 +52,8 @@ Measure = Callable[[proof.Twin, ForwardPlan], tuple[float, float]]
 def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Run the pipeline ranks' parts one after the other: two ranks, or one per layer if two do not divide the layers.
 
-    Hidden states and gradients must be the whole model's. A parameter that two ranks hold would be trained on one and
-    stale on the other.
+    Hidden states and gradients must equal those of the full model. A parameter that two ranks hold would be trained on
+    one and stale on the other.
     """
     if plan.by_rows:
         raise ValueError("its attention is its own")
@@ -92,8 +92,9 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def tensor_ranks(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_findings` starts real
-    ranks.
+    """Check that the layers accept a token shard between their blocks, as under tensor parallelism.
+
+    `layout_findings` starts real ranks.
     """
     if plan.by_rows:
         raise ValueError("its attention is its own")
@@ -141,7 +142,7 @@ def adapters(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare packed and transformers' own rows in bfloat16 with float32, by the median: rounding may choose other
+    """Compare packed rows and transformers' rows in bfloat16 with float32, by the median: rounding may choose other
     experts for a few.
     """
     ours = proof.packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
@@ -157,7 +158,7 @@ def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def save(model: Any, folder: str, **options: Any) -> None:
-    """Save a model as transformers does, on any rank: it would write on the first one alone."""
+    """Save a model as transformers does, on any rank; transformers writes only on the first one."""
     model.should_save_on_this_rank = lambda _: True
     model.save_pretrained(folder, **options)
 
@@ -316,7 +317,7 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan, names: Collection[str] 
 
 @proof.quietly()
 def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probs of all rows by number and the global gradient norm; all tokens but a row's first are
+    """Return the log-probs of all rows by number and the global gradient norm; all tokens except a row's first are
     actions.
     """
     rows, folder, layout = [torch.tensor(row) for row in task["rows"]], task["folder"], task["layout"]

@@ -7,8 +7,8 @@ forward_backward ─┴─▶ optim_step ─▶ forward           a batch may ar
                   ├───▶ tensors ─▶ engines
                   └───▶ weights ─▶ engines of other processes or layouts, streaming        each rank's shards
 
-A backend says by its class attribute `supports` what else it can do (FEATURES). `tensor`, `pipeline`, `sequence` and
-`shard` are axes of a layout: `spec.join()` gives the rank's place in it. A backend that shards its model is a
+A backend lists its optional features in the class attribute `supports` (FEATURES). `tensor`, `pipeline`, `sequence` and
+`shard` are axes of a layout: `spec.join()` returns the rank's coordinates in it. A backend that shards its model is a
 `ShardedBackend`.
 
 `braidrl.training.backend_contract` holds the checks that a backend must pass.
@@ -94,8 +94,8 @@ class BackendSpec:
         self.device, self.layout = choose_device(self.config.device), settings.layout.resolve(self.ranks.size)
 
     def join(self) -> DataParallel:
-        """Return this rank's place in the layout; all ranks of the role call this together, before they build their
-        model.
+        """Return this rank's coordinates in the layout; all ranks of the role call this together, before they build
+        their model.
 
         `gather_rows` gives the rows of all ranks that hold one replica, `all_reduce_gradients` sums over replicas,
         `gradient_norm` counts each element of a DTensor once, and one rank of each replica `is_reporting_rank`. Ranks
@@ -110,7 +110,10 @@ def supported(backend: str) -> frozenset[str]:
 
 
 class TrainingBackend(Protocol):
-    """One rank's part of a role. All ranks make the same calls in the same order, each with its own rows."""
+    """One rank's part of a role.
+
+    All ranks make the same calls in the same order, each with its rows.
+    """
 
     role: str
     ranks: DataParallel
@@ -145,22 +148,23 @@ class TrainingBackend(Protocol):
     def optim_step(
         self, denominators: Mapping[str, float], iteration: int, overrides: StepOverrides = CONFIGURED
     ) -> float | None:
-        """Divide the accumulated sums by their global counts and make one optimizer step; sums with count 0 are left
-        out. Settings in `overrides` hold for this step alone.
+        """Divide the accumulated sums by their global counts and make one optimizer step; sums with count 0 are
+        skipped.
 
-        Returns the 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means
-        that nothing was updated. `iteration`, from 1, is for the learning-rate schedule.
+        Settings in `overrides` hold for this step alone. Returns the 2-norm of the global gradient before clipping, or
+        None if all counts are 0. A non-finite norm means that nothing was updated. `iteration`, from 1, is for the
+        learning-rate schedule.
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
-        """Write a Hugging Face directory with the optimizer's state; `write` is true on the rank that writes what all
-        have in full.
+        """Write a Hugging Face directory with the optimizer's state; `write` is true on the rank that writes the
+        replicated parts.
         """
 
 
 @runtime_checkable
 class ShardedBackend(TrainingBackend, Protocol):
-    """A backend whose ranks may hold shards, and whose weights go to other processes and layouts."""
+    """A backend whose ranks may hold shards, and whose weights are sent to other processes and layouts."""
 
     weight_updates: int
     """The number of changes of the weights."""
@@ -174,4 +178,4 @@ class ShardedBackend(TrainingBackend, Protocol):
         """
 
     def bytes_of(self, part: str) -> int:
-        """Return the bytes of an entry of `offloadable`, also while it is away."""
+        """Return the bytes of an entry of `offloadable`, whether or not it is offloaded."""

@@ -4,7 +4,7 @@ routers ──logits, routes──▶ predictions ──observe──▶ losses 
                                              ╰──▶ counts of choices ──step──▶ metrics, selection bias
 
 Losses are numbers per action token, as the policy's are: the objective weights them, and their sums are divided once by
-the global count. Rows are whole in a micro-batch, so that no packing changes them.
+the global count. A micro-batch has complete rows, so that packing does not change them.
 
 Shapes: A action tokens, B rows, L layers with a router, E experts, k experts of a token.
 """
@@ -83,7 +83,7 @@ class RouterBalance:
     """The routers of a trained model, whose choices are counted over an optimizer step."""
 
     def __init__(self, model: Any, config: BalanceConfig, ranks: DataParallel) -> None:
-        """Prepare the model's routers in place. Raises UserError for a model that the settings do not fit."""
+        """Prepare the model's routers in place. Raises UserError for a model that does not support the settings."""
         self.config, self.ranks, self.model = config, ranks, model
         layers, experts = use_routing(model), experts_of(model)
         names = {id(module): name for name, module in model.named_modules()}
@@ -119,7 +119,9 @@ class RouterBalance:
 
     def observe(self, predicted: Mapping[str, Tensor], offsets: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Count a micro-batch's choices; return its predictions with the routers' losses in place of their outputs, and
-        metrics per token (A,). A pipeline rank has those of its layers.
+        metrics per token (A,).
+
+        A pipeline rank returns those of its layers.
         """
         outputs = dict(predicted)
         if LOGITS not in outputs:
@@ -173,7 +175,9 @@ class RouterBalance:
         return {f"busiest_expert/{layer}": load for layer, load in enumerate(loads)}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps beside the model; nothing where the next step does not need it."""
+        """Return the state that a checkpoint stores in addition to the model; empty if the next step does not
+        need it.
+        """
         return {"shares": self.shares} if self.config.auxiliary and self.config.shares == "batch" else {}
 
     @torch.no_grad()

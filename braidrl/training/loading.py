@@ -91,7 +91,7 @@ def load_scorer(
 
 
 def has_score_head(path: str | Path) -> bool:
-    """Return whether a folder holds a model with a scalar head, without reading weights."""
+    """Return True if a folder holds a model with a scalar head, without reading weights."""
     file = Path(path).expanduser() / "config.json"
     names = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else ()
     return any(name.endswith("ForSequenceClassification") for name in names or ())
@@ -155,7 +155,7 @@ def _load(
             if not on_meta and missing <= {HEAD}:
                 ParameterReader(folder, model, files=files)(model)
     if model is None:
-        # Silence transformers' table of missing weights: those that matter are reported in one line. The handlers are
+        # Silence transformers' table of missing weights: relevant ones are reported in one line. The handlers are
         # silenced: a new level of the logger would clear the caches of thousands of loggers.
         handlers = [(handler, handler.level) for handler in logging.getLogger("transformers").handlers]
         for handler, _ in handlers:
@@ -186,7 +186,7 @@ def _load(
 
 
 def with_one_type(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give all parameters one data type: transformers keeps some in float32, and sharding needs equal types."""
+    """Give all parameters one dtype: transformers keeps some in float32, and sharding needs equal dtypes."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -200,7 +200,7 @@ def skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: tor
     except Exception as error:  # any type: the library computes with unchecked values of the file
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     with_one_type(model, dtype)
-    # A class may draw a parameter by a function that knows no device: it is read like the others.
+    # A class may initialise a parameter by a function without a device argument: it is read like the others.
     for part in model.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not parameter.is_meta:
@@ -284,23 +284,23 @@ def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
 
 
 def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
-    """Return the vision of a model, or None if it sees no images; `blind_because` says why.
+    """Return the vision of a model, or None for a text-only model; `blind_because` says why.
 
-    Raises UserError for sizes that its image processor does not take.
+    Raises UserError for sizes that its image processor does not support.
     """
     vision = _vision(path, images)
     return vision if isinstance(vision, Vision) else None
 
 
 def blind_because(path: Path, images: ImagesConfig) -> str:
-    """Return why a model sees no images; empty text if it does."""
+    """Return why a model takes no images; empty text if it does."""
     vision = _vision(path, images)
     return vision if isinstance(vision, str) else ""
 
 
 @lru_cache(maxsize=8)
 def _vision(path: Path, images: ImagesConfig) -> Vision | str:
-    """Return a model's vision, or the reason why it has none that is right."""
+    """Return a model's vision, or the reason why images are not supported."""
     folder = path.expanduser()
     if not any((folder / name).is_file() for name in IMAGE_PROCESSORS):
         return "its folder has no image processor"
@@ -323,7 +323,7 @@ def _vision(path: Path, images: ImagesConfig) -> Vision | str:
         if family.is_written:
             joined, options = text_processor(folder, config, processor, tokenizer)
             text = joined.image_token
-    except Exception as error:  # of any type: the library computes with unchecked files, and lacks packages
+    except Exception as error:  # of any type: the library computes with unchecked files, and packages may be missing
         return f"its processor cannot be made: {named_error(error)}"
     placeholder = tokenizer.convert_tokens_to_ids(text) if text is not None else None
     if placeholder is None or placeholder == tokenizer.unk_token_id:
@@ -354,7 +354,7 @@ def _vision(path: Path, images: ImagesConfig) -> Vision | str:
 
 
 def written_by(config: Any, named: str | None = None) -> Any:
-    """Return the processor class of a model type, or the class that its folder has `named`.
+    """Return the processor class of a model type, or the class `named` in its folder.
 
     Raises TypeError if it writes no text for images.
     """
@@ -371,9 +371,7 @@ def written_by(config: Any, named: str | None = None) -> Any:
 
 
 def imported_on_pillow(module: str) -> Any:
-    """Import a processor's module that needs no more than functions of its image processor, which torchvision's form
-    and Pillow's both have.
-    """
+    """Import a processor's module that needs only functions common to torchvision's and Pillow's image processors."""
     package, _, family = module.rpartition(".")
     name = family.removeprefix("processing_")
     torchvisions, pillows = f"{package}.image_processing_{name}", f"{package}.image_processing_pil_{name}"
@@ -395,8 +393,8 @@ def named_processor(folder: Path) -> str | None:
 
 
 def text_processor(folder: Path, config: Any, image_processor: Any, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the processor of a model's family, without one for videos, which would need torchvision; and what it
-    passes to the image processor.
+    """Return the processor of a model's family, without one for videos, which would need torchvision, and its arguments
+    for the image processor.
     """
     kind = written_by(config, named_processor(folder))
     settings, _ = kind.get_processor_dict(folder, local_files_only=True)
@@ -455,11 +453,11 @@ def read_model_config(path: str | Path) -> Any:
             value = about.get(name, 1)
             if value is None and name not in NEEDED:
                 continue
-            # Some types give a width for each layer.
+            # Some types have a width for each layer.
             several = value if isinstance(value, list) and name not in NEEDED else [value]
             if not several or not all(type(number) is int and 1 <= number <= most for number in several):
                 raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a whole number from 1 to {most}")
-        # A type may have its heads under a name of its own, as Dbrx and GPT-2 have.
+        # A type may have its heads under another name, as Dbrx and GPT-2 do.
         heads, per_group = about.get("num_attention_heads"), about.get("num_key_value_heads")
         if heads and isinstance(per_group, int) and heads % per_group:
             raise UserError(
@@ -495,7 +493,7 @@ def read_model_config(path: str | Path) -> Any:
 
 
 def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> None:
-    """Say that a model's own code is not run; raise UserError if its class is none of transformers'."""
+    """Warn that a model's custom code is not run; raise UserError if its class is not one of transformers'."""
     classes = settings.get("auto_map")
     if not isinstance(classes, dict) or not classes:
         return
@@ -519,14 +517,14 @@ def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> No
 
 @lru_cache(maxsize=64)
 def _parsed_config(folder: Path, text: bytes) -> Any:
-    """Return the configuration of a folder whose config.json holds this text: a run's start asks for it a dozen
+    """Return the configuration of a folder whose config.json holds this text; cached, as a run's start reads it a dozen
     times.
     """
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's folder. Raises UserError for anything else."""
+    """Return the object in a JSON file of a model's folder. Raises UserError for other content."""
     settings = read_json(path, most_bytes, finite=False)
     if not isinstance(settings, dict):
         raise UserError(f"{path} holds no object; copy the whole model")
@@ -534,13 +532,13 @@ def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
 
 
 def named_error(error: BaseException) -> str:
-    """Return a library's error in one line, with its type if the text alone may say nothing."""
+    """Return a library's error in one line, with its type if the text alone is unclear."""
     text = shown(" ".join(str(error).split()))[1:-1]
     return text if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def model_settings(model: Path) -> Mapping[str, Any]:
-    """Return the settings of a model's text part, also by the names that transformers' models share; none without a
+    """Return the settings of a model's text part, including the names that transformers' models share; empty without a
     directory.
     """
     path = model.expanduser() / "config.json"

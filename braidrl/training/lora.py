@@ -115,7 +115,7 @@ def with_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
 
 
 def add_to_tower(model: Any, lora: LoraConfig) -> None:
-    """Add adapters to linear layers beside a model's text part. Raises UserError for a target that it lacks."""
+    """Add adapters to linear layers outside a model's text part. Raises UserError for a target that it lacks."""
     parts = [getattr(base_of(model), name) for name in modules_beside_text(model)]
     linear = [{n.rpartition(".")[2] for n, m in part.named_modules() if isinstance(m, nn.Linear)} for part in parts]
     available = set[str]().union(*linear)
@@ -136,7 +136,7 @@ def stacks_of(model: nn.Module) -> dict[str, list[tuple[Any, str]]]:
     """
     stacks: dict[str, list[tuple[Any, str]]] = {}
     for title, module in model.named_modules():
-        # Experts that transformers computes one by one cannot have adapters here.
+        # Experts that transformers computes separately cannot have adapters here.
         for name, parameter in module.named_parameters(recurse=False) if hasattr(module, "has_gate") else ():
             if parameter.dim() == 3:
                 stacks.setdefault(f"{title.rpartition('.')[2]}.{name}", []).append((module, name))
@@ -211,12 +211,12 @@ def adapter_config(lora: LoraConfig) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether LoRA trains a parameter: an adapter's factor or a scalar head."""
+    """Return True if LoRA trains a parameter: an adapter's factor or a scalar head."""
     return ".lora_" in name or name == HEAD
 
 
 def adapters_of(named: Mapping[str, T]) -> dict[str, T]:
-    """Return what LoRA trains among named parameters, or their shapes, by peft's names."""
+    """Return the parameters that LoRA trains, or their shapes, by peft's names."""
     adapters = {name: value for name, value in named.items() if is_adapter(name)}
     stacks: dict[tuple[str, str], list[str]] = {}
     for match in filter(None, map(STACK.fullmatch, adapters)):
@@ -241,7 +241,7 @@ def read_adapters(path: Path, shapes: Mapping[str, torch.Size]) -> dict[str, Ten
 
 
 class StackFactor:
-    """A factor of stacked matrices in the form of peft's files, which is made on demand."""
+    """A factor of stacked matrices in the form of peft's files, made on demand."""
 
     def __init__(self, factor: Tensor, is_up: bool) -> None:
         self.factor, self.is_up, self.dtype, self.device = factor, is_up, factor.dtype, factor.device
@@ -256,7 +256,7 @@ class StackFactor:
 
 
 def adapter_parts(model: nn.Module) -> dict[str, WeightPart]:
-    """Return this rank's parts of what LoRA trains, by peft's names and in the form of its files."""
+    """Return this rank's parts of the parameters that LoRA trains, by peft's names and in the form of its files."""
     return weight_parts(
         {
             name: StackFactor(tensor, f".{UP}." in name) if tensor.dim() == 3 else tensor
@@ -317,12 +317,14 @@ class Adapted:
         self.is_sharded = isinstance(up, DTensor)
 
     def merged_part(self, box: Box | None = None) -> Tensor:
-        """Return a block of this rank's shard, by default all of it; all ranks call it, as adapters are gathered."""
+        """Return a block of this rank's shard, by default all of it; all ranks call this together, as adapters are
+        gathered.
+        """
         box = box or self.box
         return self._merged(box.of(local_shard(self.layer.weight), self.box), box)
 
     def merged(self) -> Tensor:
-        """Return the whole weight; all ranks call it."""
+        """Return the full weight; all ranks call it."""
         return self._merged(full_tensor(self.layer.weight), Box.whole(self.shape))
 
     @torch.no_grad()
@@ -338,7 +340,7 @@ class AdaptedStack:
     """The stacked matrices (E, out, in) of experts with their adapter, which ranks shard by experts alike."""
 
     is_sharded = False
-    """A rank has the factors of its experts, and merges without others."""
+    """A rank has the factors of its experts, and merges without communication."""
 
     def __init__(self, module: Any, name: str) -> None:
         self.weights, self.scaling, self.is_transposed = (
@@ -360,7 +362,7 @@ class AdaptedStack:
         return self._merged(box.of(local_shard(self.weights), self.box), of_experts[0], of_experts[1], box)
 
     def merged(self) -> Tensor:
-        """Return the whole stack; all ranks that shard it call this at the same time."""
+        """Return the full stack; all ranks that shard it call this at the same time."""
         weights, down, up = map(full_tensor, (self.weights, self.down, self.up))
         return self._merged(weights, down, up, Box.whole(self.shape))
 
@@ -375,7 +377,7 @@ class AdaptedStack:
 
 
 def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted | AdaptedStack]:
-    """Return a module's tensors by their names without adapters; adapted weights come with their adapters."""
+    """Return a module's tensors by their names without adapters; adapted weights include their adapters."""
     weights: dict[str, Tensor | Adapted | AdaptedStack] = {}
     for name, tensor in named.items():
         layer, _, name_in_layer = name.partition(".base_layer.")

@@ -99,7 +99,7 @@ class Objective:
     denominator: str
     """The global count that the sums are divided by: tokens, rows or groups."""
     whole_groups: bool
-    """Whether the loss compares rows of a group, which must then share a micro-batch."""
+    """True if the loss compares rows of a group, which must then share a micro-batch."""
     old: str = "self"
     kl: tuple[Entry, Mapping[str, Any]] | None = None
     """A function and its settings, as in `correction`."""
@@ -109,7 +109,7 @@ class Objective:
     name: str = "update"
     """The name in metrics and messages, which is that of its stage."""
     replays: bool = False
-    """Whether a mixture's experts are those that the engine chose."""
+    """True if the update uses the experts that the engine chose."""
     namespace: str | None = None
     """The namespace of the trajectories that are trained on."""
 
@@ -147,7 +147,7 @@ class Objective:
         )
 
     def numbered(self, number: int) -> "Objective":
-        """Return the objective with its own denominators if it is not the first (0) of an optimizer step."""
+        """Return the objective with separate denominators if it is not the first (0) of an optimizer step."""
         if not number:
             return self
         terms = tuple(replace(term, denominator=f"{term.denominator}#{number}") for term in self.auxiliary)
@@ -199,7 +199,7 @@ class Objective:
         return self._summed(look, per_token), metrics
 
     def router_sums(self, rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums of the routers' losses alone, if there are any, on a pipeline rank without the policy's."""
+        """Return the sums of the routers' losses alone, if any, on a pipeline rank without the policy's."""
         if ROUTER_LOSS not in predicted:
             return {}
         return self._summed(Lookup(self, rows, offsets, predicted), predicted[ROUTER_LOSS])
@@ -298,7 +298,7 @@ def terms_of(
 
 
 def per_token_of(entry: Entry, value: Any, count: int, name: str = "") -> Tensor:
-    """Return what a registered function returned for each token.
+    """Return the values of a registered function for each token.
 
     Raises UserError for another shape, which would be broadcast.
     """
@@ -318,7 +318,7 @@ def denominators(index: Rows) -> dict[str, float]:
     used = trained_rows(index)
     tokens, groups = float(used["action_tokens"].sum()), float(len(used["group"].unique()))
     counts = {"tokens": tokens, "rows": float(len(used)), "groups": groups}
-    # Of auxiliary terms.
+    # Denominators of auxiliary terms.
     if "ptx_length" in index:
         counts["ptx_tokens"] = float((index["ptx_length"] - 1).clamp(min=0).sum())
     if "correct" in index:
@@ -407,8 +407,8 @@ def trained_rows(rows: Rows) -> Rows:
 
 
 def trained_mask(index: Rows) -> Tensor:
-    """Return the mask (B,) of rows with an action that `loss_mask` keeps, and whose environment did not fail: its score
-    says nothing.
+    """Return the mask (B,) of rows with an action that `loss_mask` keeps, and without a failure of their environment,
+    whose score is meaningless.
     """
     taken: Tensor = index["action_tokens"] > 0
     if "loss_mask" in index:

@@ -42,7 +42,7 @@ class MatrixSizes(NamedTuple):
 
     @staticmethod
     def of(sizes: ModelSizes, parameters: int, scalar: bool, idle: int = 0) -> "MatrixSizes":
-        """Return the sizes of a model with so many parameters, tied ones counted once; `scalar` for a critic or a
+        """Return the sizes of a model with `parameters` parameters, tied ones counted once; `scalar` for a critic or a
         reward model.
         """
         embedding, layers = sizes.vocab_size * sizes.hidden_size, sizes.num_hidden_layers
@@ -129,8 +129,8 @@ class DeviceRates:
 
 
 def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
-    """Return the peak rates of this process, which uses `threads` cores on a CPU, by `kinds.yaml`; None for an unknown
-    CUDA device.
+    """Return the peak rates of this process, which uses `threads` cores on a CPU, from `kinds.yaml`; None for an
+    unknown CUDA device.
     """
     if device.type != "cuda":
         core = known_kinds()["cpu"]

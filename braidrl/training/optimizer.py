@@ -2,7 +2,7 @@
 
 loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
 
-Each rank holds gradient, master and moments of its own shard of a parameter. `trainer.optimizer` selects the optimizer:
+Each rank holds gradient, master and moments of its shard of a parameter. `trainer.optimizer` selects the optimizer:
 a function of the masters by name, whole parameters or DTensors of sharded ones.
 `braidrl.training.optimizer_contract` holds the checks that it must pass.
 """
@@ -90,13 +90,13 @@ def adamw8bit(parameters: NamedParameters, lr: float, **settings: Any) -> torch.
 
 
 def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Return the settings of the configured optimizer by keyword; AdamW has its own keys for some."""
+    """Return the settings of the configured optimizer by keyword; AdamW has separate keys for some."""
     adamw_settings = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
     return {**(adamw_settings if config.optimizer in MOMENT_BYTES else {}), **config.optimizer_settings}
 
 
 def check_optimizer(config: TrainerConfig) -> None:
-    """Raise UserError for an unknown optimizer, unknown settings, or an optimizer that leaves a parameter out."""
+    """Raise UserError for an unknown optimizer, unknown settings, or an optimizer that skips a parameter."""
     OPTIMIZERS.check(config.optimizer)
     if config.optimizer not in MOMENT_BYTES:
         OPTIMIZERS.check_settings(config.optimizer, config.optimizer_settings)
@@ -133,7 +133,7 @@ def make_optimizer(
 
 
 def trained_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str], config: TrainerConfig) -> list[Tensor]:
-    """Return the tensors that an optimizer updates, in the order of `names`: those given, or their local shards.
+    """Return the tensors that an optimizer updates, in the order of `names`: those passed to it, or their local shards.
 
     Raises UserError if it lacks one.
     """
@@ -174,7 +174,7 @@ GROUP_SETTINGS = {"betas": "betas", "eps": "epsilon", "weight_decay": "weight_de
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all elements are finite, as a rule reading each tensor once."""
+    """Return True if all elements are finite; usually reads each tensor once."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     # The sum of squares is ten times as fast as the maximum on a CPU, but may overflow where the elements do not.
     return any(bool(torch.nn.utils.get_total_norm(floating, order).isfinite()) for order in (2.0, math.inf))
@@ -196,7 +196,10 @@ def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
 
 
 class MasterOptimizer:
-    """The optimizer of one model; float32 and float64 weights are their own masters."""
+    """The optimizer of one model.
+
+    float32 and float64 weights are updated directly, without master copies.
+    """
 
     def __init__(
         self,
@@ -207,10 +210,10 @@ class MasterOptimizer:
         numbers: Sequence[int] | None = None,
         rates: Mapping[str, float] | None = None,
     ) -> None:
-        """Create the optimizer of a model's parameters by name; frozen ones are left out.
+        """Create the optimizer of a model's parameters by name; frozen ones are excluded.
 
-        `numbers` are the parameters' indices in the full model, for a rank that holds only some; `rates` the learning
-        rates of those that have another one than `peak`.
+        `numbers` are the parameters' indices in the full model, for a rank that holds only some; `rates` are the
+        learning rates that differ from `peak`.
         """
         self.ranks = ranks or DataParallel()
         numbered = zip(numbers or range(len(parameters)), parameters.items(), strict=True)
@@ -258,7 +261,7 @@ class MasterOptimizer:
     ) -> float | None:
         """Divide every sum by its global count, update, and return the gradient norm before clipping.
 
-        All ranks pass the same denominators. A sum with count 0 is left out; if all are, nothing is updated and None is
+        All ranks pass the same denominators. A sum with count 0 is skipped; if all are, nothing is updated and None is
         returned. If the norm is not finite, nothing is updated. Raises UserError if weights are not finite after the
         update, or for an override that the optimizer does not have.
         """
@@ -330,7 +333,7 @@ class MasterOptimizer:
         return int(sum(m.nbytes * (1 + moments + copied) for m, copied in zip(self.masters, copies, strict=True)))
 
     def tensors(self) -> list[Tensor]:
-        """Return the optimizer's tensors, without the model's own weights."""
+        """Return the optimizer's tensors, without the model's weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
     def groups(self) -> list[list[int]]:
@@ -374,7 +377,7 @@ class MasterOptimizer:
             if (kept := states.pop("master", None)) is not None:
                 master.copy_(kept)
             elif parameter.dtype != master.dtype:
-                # Saved where the weights were their own masters; `read_masters` reads these in full.
+                # Saved without master copies, from float32 weights; `read_masters` reads these in full.
                 master.copy_(local_shard(parameter))
             self.optimizer.state.pop(updated, None)
             kind = parameter if isinstance(updated, DTensor) else master

@@ -1,4 +1,4 @@
-"""Settings of a role: its own under `roles`, else those of the run."""
+"""Settings of a role: those under `roles`, otherwise those of the run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ HIGHEST_USUAL_RATE = 0.01
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """The settings that hold for one role: its own, else the run's."""
+    """The settings that hold for one role: those under `roles.ROLE`, otherwise the run's."""
 
     role: str
     own: frozenset[str]
-    """The names of the role's own settings."""
+    """The names of the settings under `roles.ROLE`."""
     model: Path
     device: str
     configured_dtype: str
@@ -42,7 +42,7 @@ class RoleSettings:
     inference_layout: ParallelLayout | None
     lora: LoraConfig | None
     trains_vision: bool
-    """Whether training changes the vision tower: itself or by adapters."""
+    """True if training changes the vision tower, directly or by adapters."""
 
     @property
     def dtype_name(self) -> str:
@@ -96,7 +96,7 @@ def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
 
 
 def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a role's own model if its vocabulary differs from `tokenizer`, else None."""
+    """Return the tokenizer of a role's model if its vocabulary differs from `tokenizer`, otherwise None."""
     path = settings_of(role, config).model
     if path == config.model:
         return None
@@ -105,7 +105,7 @@ def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase)
 
 
 def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:
-    """Return whether engines of this process use a merged copy of the weights instead of separate adapters.
+    """Return True if engines of this process use a merged copy of the weights instead of separate adapters.
 
     Compiled CPU kernels only decode merged weights; on CUDA, memory is scarcer, so adapters are applied separately.
     """
@@ -113,7 +113,7 @@ def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:
 
 
 def slots_of(config: Config) -> int:
-    """Return the number of rows that an engine decodes at once, at most."""
+    """Return the maximum number of rows that an engine decodes together."""
     if config.rollout.slots == "auto":
         return min(MOST_SLOTS, config.trainer.prompts_per_step * config.rollout.samples_per_prompt)
     return config.rollout.slots or USUAL_SLOTS

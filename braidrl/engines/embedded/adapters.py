@@ -2,11 +2,10 @@
 
     y = x Wᵀ + [p = k] · α/r · (x A_kᵀ) B_kᵀ        p: the token's policy, k: each policy that has a token in the step
 
-The frozen weights W exist once. The adapters are the trainers' own tensors, so that an update needs no copy.
+The frozen weights W exist once. The adapters are the trainers' tensors, so that an update needs no copy.
 
-Every adapter sees all tokens of a step, and a mask keeps those of its policy: products of a fixed shape give a row the
-same bits whatever rows are beside it. Compiled decoding multiplies once for all policies, with their factors side by
-side.
+Every adapter multiplies all tokens of a step, and a mask keeps those of its policy: products of a fixed shape give a
+row the same bits in any batch. Compiled decoding multiplies once for all policies, with their factors concatenated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ NO_POLICY = -1
 
 
 class Factors(NamedTuple):
-    """A layer's adapter: `down` (r, in), `up` (out, r), and what their product is multiplied by."""
+    """A layer's adapter: `down` (r, in), `up` (out, r), and the scale of their product."""
 
     down: Tensor
     up: Tensor
@@ -34,12 +33,14 @@ class Factors(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """The adapters of all policies for layers that are computed as one concatenated layer, K columns of all ranks."""
+    """The adapters of all policies for layers that are computed as one concatenated layer: K columns over all adapter
+    ranks.
+    """
 
     down: Tensor
     """(K, in)."""
     up: Tensor
-    """(out, K), scaled; zero where a column is another layer's."""
+    """(out, K), scaled; zero where a column belongs to another layer."""
     policies: Tensor
     """(K,), the number of the policy of each column."""
 
@@ -81,7 +82,9 @@ class PolicyAdapters:
         self.changes += 1
 
     def take(self, weights: PolicyWeights) -> None:
-        """Copy the adapters of a policy that another process trains. Raises ValueError if they are of another model."""
+        """Copy the adapters of a policy that another process trains. Raises ValueError if they belong to another
+        model.
+        """
         assert isinstance(weights.source, WeightFile | OfferedWeights)
         weights.source.put_into(adapter_parts(self.trained[weights.role]))
 
@@ -103,13 +106,14 @@ class PolicyAdapters:
         return SideBySide(torch.cat(downs), torch.cat(ups, 1), torch.tensor(numbers)) if numbers else None
 
     def numbers_of(self, policies: Sequence[str | None]) -> Tensor:
-        """Return the numbers of policies; of None, which stands for tokens without effect, NO_POLICY."""
+        """Return the numbers of policies; None, for tokens without effect, becomes NO_POLICY."""
         return torch.tensor([NO_POLICY if role is None else self.numbers[role] for role in policies])
 
     @contextmanager
     def computing(self, policies: Sequence[str | None], lengths: Sequence[int], padding: int = 0) -> Iterator[None]:
-        """Compute a pass over runs of tokens of these policies and lengths, in order, and `padding` more tokens; None
-        stands for tokens without effect.
+        """Compute a pass over runs of tokens with these policies and lengths, in order, and `padding` more tokens.
+
+        None marks tokens without effect.
         """
         numbers = self.numbers_of([*policies, None])
         of_token = numbers.repeat_interleave(torch.tensor([*lengths, padding])).to(next(self.model.parameters()).device)
@@ -130,7 +134,7 @@ class PolicyAdapters:
 
 
 def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a module's tensors by their names without adapters, of adapted weights those under the adapters."""
+    """Return a module's tensors by their names without adapters; adapted layers give their base weights."""
     named = plain_names(model, model.state_dict(keep_vars=True))
     of_linear = {name: value.layer.weight for name, value in named.items() if isinstance(value, Adapted)}
     of_experts = {name: value.weights for name, value in named.items() if isinstance(value, AdaptedStack)}
@@ -138,8 +142,9 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def share_weights(model: nn.Module, source: nn.Module) -> None:
-    """Make frozen parameters of a model use the memory of equal-shaped tensors of the same names in `source`. The
-    source may have adapters, which stay its own.
+    """Make frozen parameters of a model use the memory of equal-shaped tensors of the same names in `source`.
+
+    Adapters of the source are not shared.
     """
     targets, sources = frozen_weights(model), frozen_weights(source)
     for name, target in targets.items():

@@ -1,13 +1,14 @@
-"""The embedded engine, which decodes many rows at once with the trainer's own module and needs only torch.
+"""The embedded engine, which decodes many rows together with the trainer's module and needs only torch.
 
 add ──▶ waiting ──free slot──▶ slots ──step──▶ a token for each ──stop, limit──▶ Response
            |                     ▲                                                  |
            └── prompt, computed ─┘                                    its slot is filled in the next step
                once for all rows that share it
 
-A row's results do not depend on the batch composition. With compiled kernels a step reads the tokens of the rows alone,
-padded to a multiple of 16 where torch multiplies: from 16 rows on, its products give each row the same bits on a CPU.
-Else all slots take part in every step, idle ones without effect; on a CPU the step shrinks in multiples of 16 rows.
+A row's results do not depend on the batch composition. With compiled kernels a step reads only the rows' tokens, padded
+to a multiple of 16 where torch multiplies: from 16 rows on, its products give each row the same bits on a CPU.
+Otherwise all slots participate in every step, idle ones without effect; on a CPU the step shrinks in multiples of 16
+rows.
 
 With compiled kernels a step may also read guesses of a row's next tokens, and draws several (`speculation`).
 
@@ -80,7 +81,7 @@ def prompt_key(request: Request) -> bytes:
 def adapted(
     adapters: PolicyAdapters | None, policies: Sequence[str | None], lengths: Sequence[int]
 ) -> AbstractContextManager[None]:
-    """Return a context for a pass over runs of tokens of these policies, padded to whole multiples of rows."""
+    """Return a context for a pass over runs of tokens of these policies, padded to a multiple of rows."""
     if adapters is None:
         return nullcontext()
     return adapters.computing(policies, lengths, -sum(lengths) % ROW_MULTIPLE)
@@ -88,14 +89,14 @@ def adapted(
 
 @dataclass
 class Prompts:
-    """The prompts of waiting rows, by their `prompt_key`: each is computed once for all rows that begin with it, also
+    """The prompts of waiting rows, by their `prompt_key`: each is computed once for all rows that start with it, also
     across groups.
     """
 
     prefixes: dict[bytes, Prefix] = field(default_factory=dict)
-    """Keys and values of each computed prompt, without its last token; kept until the last of its rows has a slot."""
+    """Keys and values of each computed prompt, except its last token; kept until the last of its rows has a slot."""
     routes: dict[bytes, Tensor] = field(default_factory=dict)
-    """The experts of the same tokens, (P - 1, L, k), where rows want them."""
+    """The experts of the same tokens, (P - 1, L, k), if rows request them."""
     waiting: Counter[bytes] = field(default_factory=Counter)
     """The number of waiting rows with each prompt."""
     computed_tokens: int = 0
@@ -121,7 +122,7 @@ class Prompts:
         with_routes: bool = False,
         adapters: PolicyAdapters | None = None,
     ) -> None:
-        """Compute the keys and values of prompts that have none yet, several in one packed forward."""
+        """Compute the missing keys and values of prompts, several in one packed forward."""
         parts: list[dict[bytes, Tensor]] = []
         held = PREFILL_TOKENS
         for name, request in requests.items():
@@ -152,12 +153,12 @@ class Decoding:
     """Settings of an embedded engine's decoding."""
 
     slots: int
-    """Rows that are decoded at once, rounded up to a multiple of 16."""
+    """Number of rows that are decoded together, rounded up to a multiple of 16."""
     max_sequence_tokens: int
-    """Tokens of a prompt and its response together."""
+    """Maximum tokens of a prompt and its response."""
     seed: int = 0
     shrink: bool | None = None
-    """Make steps without compiled kernels smaller when few rows are left; by default on the CPU, where results stay
+    """Make steps without compiled kernels smaller when few rows remain; by default on the CPU, where results stay
     bitwise equal.
     """
     compile: bool = True
@@ -171,18 +172,18 @@ class DecodingRanks:
     """The ranks that decode together: all of them execute the same calls in the same order."""
 
     slices: Slices | None = None
-    """Those of this rank's shard of the model."""
+    """The slices of this rank's shard of the model."""
     pipeline: dist.ProcessGroup | None = None
-    """The ranks with other layers, of which the last one draws."""
+    """The ranks with other layers; the last one samples."""
     group: dist.ProcessGroup | None = None
-    """The ranks that each bring requests of their own."""
+    """The ranks that each bring requests."""
 
 
 ALONE = DecodingRanks()
 
 
 class EmbeddedEngine(SteppingEngine):
-    """An engine that generates with `model`, the trainer's own module."""
+    """An engine that generates with `model`, the trainer's module."""
 
     def __init__(
         self,
@@ -193,8 +194,8 @@ class EmbeddedEngine(SteppingEngine):
         images: ModelImages | None = None,
         adapters: PolicyAdapters | None = None,
     ) -> None:
-        """Make the engine; `images` are those of a model that sees, and `adapters` those of several policies on a model
-        without any.
+        """Make the engine; `images` are those of a multimodal model, and `adapters` those of several policies on a
+        model without adapters.
         """
         ends = end_of_sequence_ids(tokenizer, model.generation_config, model.config)
         super().__init__(tokenizer, ends, decoding.max_sequence_tokens, decoding.seed)
@@ -205,7 +206,7 @@ class EmbeddedEngine(SteppingEngine):
         self._shrink = model.device.type == "cpu" if decoding.shrink is None else decoding.shrink
         self._native = native_decoder(model, adapters) if decoding.compile else None
         plan = plan_of_model(model)
-        # States of mixers and caches of cohorts need not stay where a recorded step has found them. Recorded steps
+        # States of mixers and caches of cohorts may move away from the addresses of a recorded step. Recorded steps
         # compute with the weights of one policy.
         can_record = decoding.compile and model.device.type == "cuda" and plan == PACKED
         recorded = can_record and ranks.slices is None and adapters is None
@@ -223,8 +224,8 @@ class EmbeddedEngine(SteppingEngine):
         self._multiple = (
             self._native.row_multiple if self._native is not None and ranks.slices is None else ROW_MULTIPLE
         )
-        # With some ropes a row's length changes its earlier numbers. Ranks that decode together would have to make the
-        # same guesses, but measure different seconds.
+        # With some ropes a row's length changes its earlier numbers. Ranks that decode together must make the same
+        # guesses, but would measure different seconds.
         guesses = decoding.speculation == "auto" and self._native is not None and ranks == ALONE
         guesses = guesses and not self._rope_lengths
         self.speculation = Speculation(self.slots, self._multiple, PASS_TOKENS) if guesses else None
@@ -259,7 +260,7 @@ class EmbeddedEngine(SteppingEngine):
         if self.adapters is not None:
             self.adapters.changes += 1
         if self._native is not None:
-            # Rows that are under way go on with the new weights; else these are packed when rows start.
+            # Running rows continue with the new weights; otherwise weights are packed when rows start.
             self._native.release()
             if self._rows:
                 self._native.refresh()
@@ -270,30 +271,28 @@ class EmbeddedEngine(SteppingEngine):
 
     def _accept(self, row: EngineRow) -> None:
         super()._accept(row)
-        # The memory that the rows need, of those that wait too.
+        # The memory that the rows need, including waiting ones.
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
         self._prompts.expect(row.request)
         if row.request.images:
             row.rope_shift = self._seen(row.request)
 
     def _seen(self, request: Request) -> int:
-        """Return what the rope adds to positions after a prompt with images. Raises UserError if the engine sees
-        none.
-        """
+        """Return the rope's offset of positions after a prompt with images. Raises UserError for a text-only engine."""
         if self.images is None:
-            raise UserError(f"row {request.uid} has images, and the engine's model sees none; take a model that sees")
+            raise UserError(f"row {request.uid} has images, and the engine's model takes none; use a multimodal model")
         last = self.images.placed(request.prompt, [len(request.prompt)], request.images).positions[-1]
         return int(last.max()) + 1 - len(request.prompt)
 
     def step(self) -> list[Response]:
-        """Fill free slots, then draw a token for each row, or several where guesses were right."""
+        """Fill free slots, then draw a token for each row, or several if guesses were right."""
         with self._decoding():
             free = [slot for slot in range(self.slots) if slot not in self._rows] if self._waiting else []
             if free:
                 self._begin({slot: self._waiting.popleft() for slot in free[: self.waiting]})
             if not self._rows:
                 return []
-            # Move rows down into free slots where that makes the step smaller.
+            # Move rows down into free slots if that makes the step smaller.
             target = round_up(len(self._rows), ROW_MULTIPLE)
             if self._shrink and self._native is None and max(self._rows) >= target:
                 below = (slot for slot in range(target) if slot not in self._rows)
@@ -314,7 +313,7 @@ class EmbeddedEngine(SteppingEngine):
                 for number, token in enumerate(drawn[slot], 1):
                     if row.record_token(token):
                         slots.add(slot)
-                        # What a guess let the row draw behind its end does not count.
+                        # Tokens that a guess let the row draw after its end do not count.
                         self._states.drawn[slot] -= len(drawn[slot]) - number
                         self.tokens_generated -= len(drawn[slot]) - number
                         break
@@ -344,7 +343,7 @@ class EmbeddedEngine(SteppingEngine):
             self._prompts.compute(self.model, missing, self.images, with_routes, self.adapters)
         for name, slots in by_prompt.items():
             if not self._by_rows:
-                # Copy the prompt's keys and values into the slots of all rows that begin with it.
+                # Copy the prompt's keys and values into the slots of all rows that start with it.
                 places = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
                 self._cache.fill(places, self._prompts.prefixes.get(name))
             if with_routes:
@@ -362,9 +361,9 @@ class EmbeddedEngine(SteppingEngine):
         self._has_changed = True
 
     def _compute_grown_rows(self) -> None:
-        """Compute the keys and values of rows again whose next token changes the factors of their rope.
+        """Recompute the keys and values of rows whose next token changes the factors of their rope.
 
-        transformers' `generate` does so too (Phi-3): a row's log-probs are those of its tokens so far, alone.
+        transformers' `generate` does so too (Phi-3): a row's log-probs depend only on its tokens so far.
         """
         grown: dict[int, Tensor] = {}
         for slot, row in self._rows.items():
@@ -383,8 +382,9 @@ class EmbeddedEngine(SteppingEngine):
                 self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
 
     def _decode(self) -> tuple[list[int], dict[int, list[int]]]:
-        """Draw a token or several for each row; return the slots of rows that reached a stop token or their limit, and
-        the tokens of watched rows.
+        """Draw a token or several for each row.
+
+        Returns the slots of rows that reached a stop token or their limit, and the tokens of watched rows.
         """
         self._steps += 1
         if self._native is not None:
@@ -408,7 +408,7 @@ class EmbeddedEngine(SteppingEngine):
 
     def _decode_compiled(self, native: NativeDecoder) -> tuple[list[int], dict[int, list[int]]]:
         """Decode one step with compiled kernels, which also check guesses of the next tokens."""
-        # This thread's seconds: what other programs take of the machine is no cost of a pass.
+        # This thread's seconds: time taken by other programs is not part of a pass's cost.
         states, read, start = self._states, self._pass, time.thread_time()
         if (speculation := self.speculation) is not None:
             chosen = speculation.choose(read.slots, states.tokens, states.drawn, states.limit)
@@ -473,7 +473,7 @@ class EmbeddedEngine(SteppingEngine):
         return sample(logits, sampling, uniforms)
 
     def _logits(self, longest: int) -> Tensor:
-        """Run the model's own forward, (B, V); `longest` is the length of the longest row."""
+        """Run the model's forward, (B, V); `longest` is the length of the longest row."""
         states = self._active
         if self._by_rows:
             return logits_of(self.model, self._cohorts.hidden(states.current, states.position))
@@ -526,7 +526,7 @@ class EmbeddedEngine(SteppingEngine):
         self._with_routes = any(ROUTED_EXPERTS in row.request.columns for row in rows.values())
         self._computed = computed_in(row.request for row in rows.values())
         """The columns that the next step computes from its logits."""
-        # The length of the longest row, less the steps so far: the number does not change while the rows grow.
+        # The length of the longest row minus the steps so far: constant while the rows grow.
         self._longest = max((len(row.request.prompt) - row.started for row in rows.values()), default=-self._steps)
         # Stop texts and `on_token` need each token as soon as it is drawn.
         self._watched = {
@@ -569,7 +569,7 @@ class EmbeddedEngine(SteppingEngine):
     def _decoding(self) -> Iterator[None]:
         """Disable gradients and activation checkpointing, and restore the module's mode afterwards."""
         if self._is_decoding:
-            # Within `generate`: looking at every module takes a third of a millisecond a step.
+            # Within `generate`: visiting every module takes a third of a millisecond per step.
             yield
             return
         training = [module for module in self.model.modules() if module.training]

@@ -3,7 +3,7 @@ launched.
 
     rows in the step, positions read ──▶ a graph, recorded the first time ──replay──▶ logits
 
-A graph reads and writes the same addresses each time, so its tensors stay in place between generations. When a tensor
+A graph reads and writes the same addresses each time, so its tensors must not move between generations. When a tensor
 has moved (longer rows, other weights), graphs are recorded again. Steps that the recorder refuses, such as those of
 experts whose tokens the host counts, run as they are.
 

@@ -1,14 +1,13 @@
-"""One decode step of a Llama-like model on the CPU by compiled kernels; matrix products by one of them too, or by torch
+"""One decode step of a Llama-like model on the CPU by compiled kernels; matrix products are compiled too, or by torch
 on processors that multiply bfloat16.
 
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
 
 In a mixture the rows of each expert go through gate, up and down, sorted by expert; the router is the model's module.
-Where several policies share the weights, a product is followed by that of their adapters.
-
-A step reads one or several tokens of each row. Each token reads the keys of its own slot up to its own position, so a
-long row costs the others nothing. The residual stream is float32 for weights of any dtype.
+If several policies share the weights, a product is followed by that of their adapters.  A step reads one or several
+tokens of each row. Each token reads the keys of its slot up to its position, so a long row does not slow down others.
+The residual stream is float32 for weights of any dtype.
 
 Shapes: B tokens in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
@@ -90,7 +89,7 @@ class Kernels:
             positions: (B,) int64, ascending for the tokens of a slot.
             keys: (slots, K, capacity, D), written at `positions`.
             values: The same shape, written at `positions`.
-            window: How far back a query sees.
+            window: Number of earlier positions that a query attends to.
             scaling: The factor of the scores.
         """
         rows, (_, key_heads, capacity, width) = len(projected), keys.shape
@@ -130,7 +129,7 @@ class Kernels:
             slots: (R,), the rows' slots.
             drawn: (B,), the token that was drawn behind each.
             log_probs: (B,) float32, of `drawn`.
-            states: All slots' states; columns other than log-probs are left as they are.
+            states: All slots' states; columns other than log-probs are unchanged.
         """
         kept, ended = torch.zeros(len(read), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
         held = states.per_token[LOG_PROBS]
@@ -183,15 +182,16 @@ FAMILIES = {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl
 
 
 def native_decoder(model: PreTrainedModel, adapters: PolicyAdapters | None = None) -> "NativeDecoder | None":
-    """Return a compiled decoder, with `adapters` of several policies; None if the kernels do not support the model or
-    no compiler works.
+    """Return a compiled decoder, with `adapters` of several policies.
+
+    Returns None if the kernels do not support the model or no compiler works.
     """
     config: Any = model.config.get_text_config()
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return None
     if any(is_adapter(name) for name, _ in model.named_parameters()):
         return None
-    # Only products of any number of rows give a row the same bits: an expert may have one row or all.
+    # Products must give a row the same bits for any number of rows: an expert may have one row or all.
     mixtures = [layer.mlp for layer in local_layers(model) if hasattr(layer.mlp, "experts")]
     if mixtures and not (has_row_product(model.dtype) and all(is_undivided(mixture) for mixture in mixtures)):
         return None
@@ -204,7 +204,7 @@ def native_decoder(model: PreTrainedModel, adapters: PolicyAdapters | None = Non
 
 
 def is_undivided(mixture: Any) -> bool:
-    """Return True if no rank of another part of the experts takes part in a mixture's forward pass."""
+    """Return True if a mixture's forward pass involves no rank with another part of the experts."""
     experts = mixture.experts
     shape = experts.num_experts, 2 * experts.intermediate_dim, experts.hidden_dim
     hooks = [hooks for module in mixture.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
@@ -219,7 +219,7 @@ class Gated:
     gate_up_bias: Tensor | None
     down: nn.Module
     adapters: SideBySide | None
-    """Those of `gate_up`."""
+    """The adapters of `gate_up`."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Mixture:
     """The weights of E experts of width I."""
 
     router: nn.Module
-    """Called as a module, because it may record its routes."""
+    """Called as a module, because it may record routes."""
     gate_up: Tensor
     """(E, 2I, W)."""
     down: Tensor
@@ -242,7 +242,7 @@ class DecoderLayer:
     projections: Tensor
     projection_bias: Tensor | None
     adapters: SideBySide | None
-    """Those of `projections`."""
+    """The adapters of `projections`."""
     head_norms: tuple[Tensor, Tensor] | None
     output: nn.Module
     """Called as a module, because it runs a collective in a tensor-parallel model."""
@@ -289,7 +289,7 @@ class NativeDecoder:
         self._packed_as_of = now
 
     def release(self) -> None:
-        """Free the packed matrices, which are not needed any more or hold earlier weights."""
+        """Free the packed matrices, which are outdated or no longer needed."""
         self._panels, self._packed_as_of = {}, []
 
     def _look_up(self) -> None:
@@ -368,7 +368,9 @@ class NativeDecoder:
         policies: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, V) for tokens (B,) of these slots (B,); before a pipeline's last rank, the hidden states
-        sent. `rope_shift` (B,) is what the rope adds to positions, and `policies` (B,) are the numbers of the tokens'
+        sent.
+
+        `rope_shift` (B,) is the rope's offset of positions, and `policies` (B,) are the numbers of the tokens'
         policies.
         """
         self._policies = policies
@@ -423,7 +425,7 @@ class NativeDecoder:
         return sorting.summed(products(gated, mixture.down), weights[: len(x)])
 
     def _adapted(self, output: Tensor, x: Tensor, adapters: SideBySide | None) -> Tensor:
-        """Add to a product's output (B, N), of x (B, W), what each token's policy adds."""
+        """Add to a product's output (B, N), of x (B, W), the contribution of each token's adapter."""
         if adapters is None or self._policies is None:
             return output
         narrow = self._product(x, adapters.down) * (self._policies[:, None] == adapters.policies)
@@ -441,13 +443,13 @@ class NativeDecoder:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return True for a linear layer that does nothing but its product."""
+    """Return True for a linear layer that only computes its product."""
     hooked = module._forward_pre_hooks or module._forward_hooks
     return type(module) in (nn.Linear, ProductLinear) and not hooked
 
 
 def joined(layers: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of linear layers side by side, and their biases if all have one."""
+    """Concatenate the weights of linear layers, and their biases if all have one."""
     has_bias = all(layer.bias is not None for layer in layers)
     return (
         side_by_side([layer.weight for layer in layers]),
@@ -460,8 +462,8 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Concatenate parameters along their first dimension and return the joined tensor, whose storage they share from
     now on.
 
-    An optimizer step on the parameters then also changes the joined weight. Parameters that are already joined stay in
-    place; otherwise their data moves, and the parameters remain the same objects.
+    An optimizer step on the parameters then also changes the joined weight. Parameters that are already joined do not
+    move; otherwise their data moves, and the parameters remain the same objects.
     """
     first = parameters[0]
     end, storage, are_joined = first.data_ptr(), first.untyped_storage().data_ptr(), True

@@ -5,7 +5,7 @@
     ──all-gather──▶ logits
 
 All ranks compute the same rows, with hidden states that are bitwise equal and without gradients. Each pipeline rank has
-some of the layers, and the last one draws for all.
+some of the layers, and the last one samples for all.
 
 Shapes: V vocabulary, D model width; `...` are rows and tokens.
 """
@@ -150,10 +150,10 @@ def load_for_decoding(
     ranks: TensorRanks,
     pipeline: dist.ProcessGroup | None = None,
 ) -> tuple[PreTrainedModel, Slices]:
-    """Load this rank's layers and slices of the decoder in a Hugging Face directory, and read nothing else of it.
+    """Load this rank's layers and slices of the decoder in a Hugging Face directory, and read only these.
 
-    Raises UserError as `load_decoder`, and for a model without a tensor-parallel plan or that cannot be sharded over so
-    many ranks.
+    Raises UserError as `load_decoder`, and for a model without a tensor-parallel plan or that cannot be sharded over
+    this number of ranks.
     """
     model: Any = load_decoder(path, dtype, on_meta=True)
     config = model.config
@@ -190,7 +190,7 @@ def load_for_decoding(
             before = getattr(model, RECEIVED)[0]
             received, embedding = ReceiveHidden(pipeline, config.hidden_size, model.dtype, before), body.embedding
             if not isinstance(embedding, PassThrough):
-                # The output layer's weight, under the name that it has on the first rank.
+                # The output layer's weight, under its name on the first rank.
                 received.weight = embedding.weight
             setattr(body.decoder, body.sharded_names()[0], received)
         if pipeline.rank() < pipeline.size() - 1:

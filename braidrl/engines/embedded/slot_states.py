@@ -24,18 +24,18 @@ ROW_MULTIPLE = 16
 
 @dataclass
 class SlotStates:
-    """State of B slots; all but `tokens`, `per_token` and `stop_token_ids` are (B,)."""
+    """State of B slots; all tensors except `tokens`, `per_token` and `stop_token_ids` are (B,)."""
 
     current: Tensor
     """The input token of the next step."""
     position: Tensor
     """The input token's position in the sequence; 0 in an idle slot."""
     shift: Tensor
-    """What the rope adds to positions, whose axes images shorten."""
+    """The rope's offset of positions, whose axes images shorten."""
     drawn: Tensor
-    """Tokens drawn so far."""
+    """Number of tokens drawn so far."""
     limit: Tensor
-    """Tokens that may be drawn."""
+    """Maximum number of tokens to draw."""
     active: Tensor
     key: Tensor
     """The row's random key; the next random number has index `first_draw + drawn`."""
@@ -60,7 +60,7 @@ class SlotStates:
         )
 
     def begin(self, rows: Mapping[int, EngineRow], seed: int) -> None:
-        """Put rows into slots; all slots get room for their response and stop tokens."""
+        """Put rows into slots; all slots get space for their response and stop tokens."""
         longest = max(self.tokens.shape[1], *(row.limit for row in rows.values()))
         stopping = max(len(row.stop_token_ids) for row in rows.values())
         for column in map(column_of, dict.fromkeys(name for row in rows.values() for name in row.request.columns)):
@@ -91,7 +91,7 @@ class SlotStates:
             getattr(self, name)[slots] = value.to(self.current.device)
 
     def end(self, slots: Sequence[int]) -> None:
-        """Make slots idle: they take part in every step, at position 0 and without effect."""
+        """Make slots idle: they participate in every step, at position 0 and without effect."""
         places = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
         for name in ("current", "position", "shift", "drawn", "limit", "active"):
             getattr(self, name)[places] = 0
@@ -116,7 +116,7 @@ class SlotStates:
         """Append the drawn tokens (B,) and their columns (B, ...), and mark active slots that reached a stop token or
         their limit, (B,) bool.
         """
-        # An idle slot writes its own position 0, which the next row overwrites.
+        # An idle slot writes its position 0, which the next row overwrites.
         places = self.drawn[:, None]
         self.tokens.scatter_(1, places, tokens[:, None])
         for name, drawn in values.items():
@@ -130,29 +130,27 @@ class SlotStates:
 
 
 def widened(values: Tensor, room: int, filler: int = 0) -> Tensor:
-    """Return values (B, T, ...) with at least `room` entries for each row."""
+    """Return values (B, T, ...) padded to at least `room` entries for each row."""
     more = room - values.shape[1]
     return pad(values, (*[0, 0] * (values.dim() - 2), 0, more), value=filler) if more > 0 else values
 
 
 @dataclass(frozen=True)
 class Pass:
-    """The tokens that one step of compiled kernels reads: the current token of each row, its guesses behind it, and
-    padding.
-    """
+    """The tokens that one step of compiled kernels reads: the current token of each row, its guesses, and padding."""
 
     slots: Tensor
     """(R,), the slot of each row."""
     starts: Tensor
-    """(R + 1,), where each row's tokens start; the last is where they all end."""
+    """(R + 1,), the start of each row's tokens; the last entry is the end of all."""
     rows: Tensor
     """(N,), the row of each token; 0 for padding."""
     offsets: Tensor
-    """(N,), a token's distance from its row's current one."""
+    """(N,), a token's distance from the current token of its row."""
     token_slots: Tensor
     """(N,), NO_SLOT for padding."""
     guesses: Tensor | None = None
-    """(R, K), the guesses of which the first ones are read."""
+    """(R, K), the guesses, of which a prefix is read."""
 
     @staticmethod
     def of(slots: Tensor, multiple: int, guesses: tuple[Tensor, Tensor] | None = None) -> "Pass":

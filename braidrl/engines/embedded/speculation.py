@@ -1,13 +1,13 @@
-"""Exact speculation: guesses of each row's next tokens, which one pass of the model checks all at once.
+"""Exact speculation: guesses of each row's next tokens, which one pass of the model checks together.
 
 texts of a prompt: itself, its rows, their responses in earlier epochs ──▶ guesses with probabilities
     ──longest useful prefix for this pass──▶ pass ──▶ the tokens that the row draws; guesses that equal them are kept
 
-A row's draw at a position depends on logits and the row's own random number alone, so a guess is accepted exactly if it
+A row's draw at a position depends only on logits and the row's random number, so a guess is accepted exactly if it
 is the token that the row draws there. Tokens and log-probs are those without guesses; only the number of passes
 changes.
 
-How many guesses a pass takes is chosen by their measured reliability and by what passes of each size cost here
+The number of guesses of a pass is chosen by their measured reliability and the measured cost of passes of each size
 (SuffixDecoding, arXiv 2411.04975; responses of earlier epochs: RhymeRL, arXiv 2508.18588).
 
 Shapes: R rows, K guesses of a row, D tokens of the longest context.
@@ -88,7 +88,7 @@ class Book:
         finalize(self, functions.close_book, self.address)
 
     def read(self, text: Tensor, before: Tensor) -> None:
-        """Add a text, (T,), with the tokens before it, (DEPTH,)."""
+        """Add a text, (T,), with the preceding tokens, (DEPTH,)."""
         text = text.to(torch.int64).contiguous()
         done = self._functions.read_text(
             self.address, None, address(before, torch.int64), address(text, torch.int64), 0, len(text)
@@ -110,7 +110,7 @@ class Guesses:
         self._read = torch.zeros(slots, dtype=torch.int64)
         """Drawn tokens of each slot's row that its book has."""
         self.cells = torch.ones(*CELLS, 2)
-        # Before anything is measured a guess is as reliable as its share of votes.
+        # Before any measurement, a guess is assumed to be as reliable as its share of votes.
         self.cells[..., 0] = (torch.arange(CELLS[1]) / CELLS[1])[None, :, None]
 
     def begin(self, slot: int, request: Request) -> None:
@@ -120,7 +120,7 @@ class Guesses:
         if (book := self._books.get(name)) is None:
             book = self._books[name] = Book(self._functions)
             if responses := self._earlier.of(name):
-                # As one text: where a response follows another one, the last words of the prompt are between them.
+                # As one text: the last tokens of the prompt separate consecutive responses.
                 before = ids[max(0, prompt_length - DEPTH) : prompt_length]
                 text = torch.cat([part for response in responses for part in (before, response)])
                 book.read(text, last_tokens(ids[:0]))
@@ -133,7 +133,7 @@ class Guesses:
         self._before[slot] = last_tokens(ids)
 
     def end(self, slot: int, request: Request, drawn: Tensor, aborted: bool) -> None:
-        """Release a slot; a complete response is remembered for later epochs."""
+        """Release a slot; a complete response is stored for later epochs."""
         name = self._prompts[slot]
         assert name is not None
         book, self._prompts[slot] = self._books[name], None
@@ -147,7 +147,7 @@ class Guesses:
             self.remember(request, drawn)
 
     def remember(self, request: Request, drawn: Tensor) -> None:
-        """Remember a complete response for later epochs."""
+        """Store a complete response for later epochs."""
         prompt_length = len(request.prompt) - request.continues
         name = request.prompt[:prompt_length].numpy().tobytes()
         self._earlier.add(name, torch.cat([request.prompt[prompt_length:], drawn]))
@@ -180,13 +180,13 @@ class Guesses:
         return drafts, probabilities
 
     def clear(self) -> None:
-        """Forget the rows; responses stay."""
+        """Forget the rows; responses are kept."""
         self._books.clear()
         self._prompts = [None] * len(self._prompts)
 
 
 def last_tokens(ids: Tensor) -> Tensor:
-    """Return the last DEPTH of these ids, (DEPTH,), filled with -1 in front."""
+    """Return the last DEPTH of these ids, (DEPTH,), padded with -1 at the front."""
     last = torch.full((DEPTH,), -1, dtype=torch.int64)
     if kept := min(DEPTH, len(ids)):
         last[DEPTH - kept :] = ids[-kept:]
@@ -216,14 +216,14 @@ class PassCosts:
         measured = [key for key, when in self._measured.items() if when > oldest and len(self._seconds[key]) > 1]
         if not measured:
             return float(size)
-        # Of the nearest size; half of a pass is assumed not to depend on its size.
+        # From the nearest size; half of a pass is assumed not to depend on its size.
         near = min(measured, key=lambda key: (abs(key[0] - size), key[1] != guessed))
         return median(self._seconds[near]) * (1 + size / near[0]) / 2
 
 
 @cache
 def sizes_of(multiple: int, most: int) -> tuple[int, ...]:
-    """Return the sizes of passes with guesses: few, so that each is measured often."""
+    """Return the sizes of passes with guesses; they are few, so that each is measured often."""
     steps = [round(multiple * factor * 2**power) for power in range(1, 12) for factor in (1, 1.5)]
     return tuple(size for size in (multiple, *steps) if size <= most)
 
@@ -239,7 +239,7 @@ def useful_guesses(probabilities: Sequence[float], rows: int, costs: Costs, mult
         probabilities: The guesses', in descending order.
         rows: Rows of the pass.
         costs: A pass's seconds.
-        multiple: A pass's size is a multiple of so many tokens.
+        multiple: A pass's size is a multiple of this number of tokens.
         most: Tokens of the largest pass.
     """
     best, rate = 0, GAIN * rows / costs(-(-rows // multiple) * multiple, False)
@@ -257,7 +257,7 @@ def useful_guesses(probabilities: Sequence[float], rows: int, costs: Costs, mult
 
 
 class Speculation:
-    """Chooses the guesses of each pass, and measures what they bring."""
+    """Chooses the guesses of each pass, and measures their gain."""
 
     def __init__(self, slots: int, multiple: int, most: int) -> None:
         """Make one for passes of a multiple of `multiple` and at most `most` tokens."""
@@ -271,24 +271,24 @@ class Speculation:
         """The rows in slots whose texts are read only when few enough rows are left."""
 
     def begin(self, slot: int, request: Request) -> None:
-        """Note a row that starts or resumes in a slot; its guesses are considered in the next pass."""
+        """Record a row that starts or resumes in a slot; its guesses are considered in the next pass."""
         self._unread[slot] = request
         self._left = 0
 
     def end(self, slot: int, request: Request, drawn: Tensor, aborted: bool) -> None:
-        """Release a slot; a complete response is remembered."""
+        """Release a slot; a complete response is stored."""
         if self._unread.pop(slot, None) is None:
             self.guesses.end(slot, request, drawn, aborted)
         elif not aborted:
             self.guesses.remember(request, drawn)
 
     def clear(self) -> None:
-        """Forget the rows; responses stay."""
+        """Forget the rows; responses are kept."""
         self._unread.clear()
         self.guesses.clear()
 
     def choose(self, slots: Tensor, tokens: Tensor, drawn: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the guesses (R, K) of rows and how many of each row's a pass takes, (R,); None for no guesses.
+        """Return the guesses (R, K) of rows and the number that a pass takes of each row's, (R,); None for no guesses.
 
         Arguments are those of `Guesses.of`, and the rows' limits (slots,).
         """
@@ -300,7 +300,7 @@ class Speculation:
             return None
         perfect = [1.0] * min(self._most - rows, rows * LONGEST)
         if not useful_guesses(perfect, rows, self.costs, self._multiple, self._most):
-            # The rows fill the machine: even right guesses would not be worth their cost.
+            # The rows use the full machine: even right guesses would not be worth their cost.
             self._left = RECHECK
             return None
         for slot, request in self._unread.items():
@@ -318,15 +318,15 @@ class Speculation:
             return None
         self._wait = 0
         self._expected = sum(likely[:taken]) / self.trust
-        # Guesses of a row come in order: none is more probable than the one before it.
+        # A row's guesses are in order: none is more probable than the previous one.
         counts = torch.bincount(places[:taken] // LONGEST, minlength=len(slots))
         return drafts, counts
 
     def observe(self, size: int, guesses: int, accepted: int, seconds: float) -> None:
-        """Record a pass of `size` tokens, which took so many seconds of this thread."""
+        """Record a pass of `size` tokens, with its seconds of this thread."""
         self.measured.add(size, guesses > 0, seconds)
         if guesses:
             self.trust += 0.1 * (min(1.0, accepted / max(self._expected, 0.5)) - self.trust)
         else:
-            # What was wrong in the past is tried again.
+            # Guesses that were wrong in the past are tried again.
             self.trust += 0.01 * (1.0 - self.trust)

@@ -24,11 +24,11 @@ class ServerNeeds:
     """The requirements of a run on a server that was started before it."""
 
     tokens: int
-    """The length of the longest row, prompt included."""
+    """Length of the longest row in tokens, including the prompt."""
     reproducible: bool = True
-    """A row's own random numbers must draw its tokens."""
+    """True if a row's random numbers must draw its tokens."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """The settings that draw the tokens to train on."""
+    """The sampling settings of the tokens to train on."""
     tensor: int = 1
     """Tensor-parallel ranks; 1 leaves them to the server, as for `pipeline`."""
     pipeline: int = 1
@@ -51,15 +51,17 @@ class Dialect:
     """The API of servers of one kind."""
 
     generate: Callable[[EngineRow, int, str, bool], ServerCall]
-    """Asks for a row, given the run's seed, the label of the server's weights, whose caches alone may be used, and
-    whether the row's own random numbers draw its tokens; else the server draws by its own.
+    """Makes the request for a row.
+
+    Its arguments are the row, the run's seed, the label of the server's weights, to which caching is restricted, and
+    whether the row's random numbers draw its tokens; otherwise the server samples.
     """
     read: Callable[[Json], "Drawn"]
-    """Returns the tokens that a server drew, and the columns per token that its API has by name, log-probs at least.
-    Raises UserError for an answer without them.
+    """Returns the tokens that a server drew, and the columns per token that its API returns by name, at least
+    log-probs. Raises UserError for an answer without them.
     """
     abort: Callable[[str], ServerCall]
-    """Ends a request, given its name; the server answers with the tokens drawn so far."""
+    """Ends a request by name; the server answers with the tokens drawn so far."""
     load_weights: Callable[[str, str], Sequence[ServerCall]]
     """Calls, in order, that load the weights in a folder and label them."""
     label: tuple[str, str]
@@ -67,14 +69,15 @@ class Dialect:
     settings: str
     """The path that returns the options of a server's start."""
     missing: Callable[[Json, ServerNeeds], str | None]
-    """The option that a server with these settings must be started with, if any."""
+    """The option with which a server with these settings must be restarted, if any."""
     start: str
-    """The option with which a server returns its settings."""
+    """The option that makes a server return its settings."""
     workers: tuple[str, str] = ("", "")
     """The path that returns the number of workers, and the field of its answer."""
     receive: Callable[[Json, str], Sequence[ServerCall]] | None = None
-    """Calls that make the workers receive the weights of a notice over the network, and label them. The first is made
-    while the weights are sent. None if the server can only read them from a folder.
+    """Calls that make the workers receive the weights of a notice over the network, and label them.
+
+    The first is made while the weights are sent. None if the server can only read weights from a folder.
     """
     generate_seeing: Callable[[EngineRow, int, str, bool, SeenPrompt], ServerCall] | None = None
     """Asks for a row whose prompt has images, as `generate`. The answer's `prompt_token_ids` are the expanded prompt.
@@ -89,7 +92,10 @@ RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
 
 
 def vllm_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -> ServerCall:
-    """Ask vLLM for tokens after text."""
+    """Request tokens from vLLM.
+
+    If `DrawByRow` draws them in the server, vLLM's sampling settings are neutral.
+    """
     return "/v1/completions", {
         "request_id": row.name,
         "prompt": row.request.prompt.tolist(),
@@ -155,7 +161,7 @@ def vllm_read(answer: Json) -> Drawn:
 def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
     """Return vLLM's modes whose log-probs are log-softmax(logits / temperature) over all tokens when vLLM draws."""
     if sampling.top_p < 1 or sampling.top_k:
-        # One mode renormalizes over the tokens that are kept, the other one leaves the temperature out.
+        # One mode renormalizes over the kept tokens, the other omits the temperature.
         return ("raw_logprobs",) if sampling.log_prob_temperature == 1 else ()
     return ("processed_logprobs", *(("raw_logprobs",) if sampling.log_prob_temperature == 1 else ()))
 
@@ -206,7 +212,10 @@ VLLM = Dialect(
 
 
 def sglang_generate(row: EngineRow, seed: int, weights: str, reproducible: bool) -> ServerCall:
-    """Ask SGLang for tokens; if the server supports it, draws depend on the row's seed and the token's position."""
+    """Request tokens from SGLang.
+
+    If the server supports it, draws depend on the row's seed and the token's position.
+    """
     sampling = row.request.sampling
     return "/generate", {
         "rid": row.name,

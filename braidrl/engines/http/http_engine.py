@@ -2,7 +2,8 @@
 
 submit ──▶ server ─▶ tokens, log-probs ─▶ Response  abort: the server ends what it draws, and answers with what there is
 
-A row is one request and has one version of the weights; `ResumingEngine` requests the rest of a preempted row.
+A row is one request and has one version of the weights; `ResumingEngine` requests the remaining tokens of a preempted
+row.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ IDLE_S = 2.0
 
 
 class ServerFailure(EngineError):
-    """An answer of the server that says it has failed, and not that it is starting."""
+    """An answer that reports a failure of the server, not its start."""
 
 
 class MissingCall(UserError):
@@ -71,7 +72,7 @@ class MissingCall(UserError):
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The facts about a server and its model that the run knows."""
+    """The run's knowledge of a server and its model."""
 
     dialect: Dialect
     tokenizer: PreTrainedTokenizerBase
@@ -82,29 +83,32 @@ class ServerSpec:
     needs: ServerNeeds
     seed: int = 0
     within: Path | None = None
-    """The parent of the folders from which a server reads weights."""
+    """The parent of the folders from which the server reads weights."""
     hub_names: HubNames | None = None
-    """The conversion to the names that the server's loaders know, if a folder's weights have other names."""
+    """The conversion to the names that the server's loaders know, if the model's names differ."""
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     """The run's device, from which weights are sent to a server that receives them over the network."""
     limit_s: float = 600.0
-    """Seconds that a request waits for its answer."""
+    """Time limit of a request, in seconds."""
     vision: Vision | None = None
     """The image processor of a model that sees."""
 
     @property
     def vocabulary(self) -> int:
-        """The number of the model's tokens: the rows of its embedding, which may be more than the tokenizer's."""
+        """The number of the model's tokens: the rows of its embedding, possibly more than the tokenizer's."""
         of_tokenizer = len(self.tokenizer)
         return min((s[0] for s in self.shapes.values() if len(s) == 2 and s[0] >= of_tokenizer), default=of_tokenizer)
 
     def store(self, tensors: Iterable[tuple[str, Tensor]]) -> WeightFile:
-        """Write weights to where the server reads them, or they are sent from."""
+        """Write weights to the folder that the server reads, or to the memory from which they are sent."""
         return stored_weights(tensors, not self.needs.receives, self.within)
 
 
 class HttpEngine:
-    """An engine for one server. It belongs to the event loop in which it is started."""
+    """An engine for one server.
+
+    It belongs to the event loop in which it is started.
+    """
 
     def __init__(self, url: str, spec: ServerSpec) -> None:
         self.url, self.spec = url.rstrip("/"), spec
@@ -209,8 +213,8 @@ class HttpEngine:
         return row.finished(not ended, (torch.tensor(row.tokens, dtype=torch.int64), drawn))
 
     def _count_unfinished(self, uid: Uid, reason: str) -> NoReturn:
-        """Raise EngineError with the reason why a row has no end, so that it is asked for again; UserError at the last
-        time.
+        """Raise EngineError with the reason why a row did not end, so that it is requested again; UserError after the
+        last attempt.
         """
         self._unfinished[uid] += 1
         if self._unfinished[uid] == MOST_UNFINISHED:
@@ -250,7 +254,7 @@ class HttpEngine:
         )
 
     def fault_in(self, tokens: Any, values: Mapping[str, Any]) -> str:
-        """Return what is wrong with the tokens of an answer, and with their values; an empty text if nothing."""
+        """Return the fault of an answer's tokens and values; an empty text if there is none."""
         vocabulary = self.spec.vocabulary
         if not all(isinstance(entries, list) for entries in (tokens, *values.values())):
             return "gives no lists of tokens and of their values"
@@ -288,7 +292,7 @@ class HttpEngine:
                 if source is not None:
                     await self.load_weights(source)
             except EngineError as error:
-                # No row may be drawn from weights of unknown version.
+                # No row may be generated from weights of unknown version.
                 self._failure = error
                 raise
             self.version = version
@@ -300,7 +304,7 @@ class HttpEngine:
         try:
             if isinstance(weights, OfferedWeights):
                 path, field = self.spec.dialect.label
-                # A server that was restarted meanwhile holds other weights.
+                # A server restarted in the meantime has other weights.
                 same = held is not None and (await self.ask("GET", path)).get(field) == self.weights
                 await self._receive(weights, label, held if same else None)
             elif (spec := self.spec).needs.receives:
@@ -339,7 +343,7 @@ class HttpEngine:
             raise EngineError(f"{self.url} was restarted, or given weights by another program: it has {label!r}")
 
     async def sleep(self) -> None:
-        """Refuse requests; the server keeps its memory, since its devices are its own."""
+        """Refuse requests; the server keeps its memory, since it has separate devices."""
         check_idle(self.url, self._rows, "sleeps")
         self._awake.clear()
 
@@ -347,9 +351,8 @@ class HttpEngine:
         self._awake.set()
 
     async def recover(self) -> int:
-        """Wait for the owner to restart a server, which then has its initial weights.
-
-        Raises EngineError if it does not answer.
+        """Wait until the server is restarted by its owner, with its initial weights. Raises EngineError if it does not
+        answer.
         """
         try:
             await self.ask("GET", self.spec.dialect.settings)
@@ -365,7 +368,7 @@ class HttpEngine:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, most: int = SETTINGS_BYTES
     ) -> dict[str, Any]:
-        """Send a request, and read at most so many bytes of the answer.
+        """Send a request, and read at most `most` bytes of the answer.
 
         Raises UserError if the server refuses it, answers more, or redirects it, and EngineError if the server fails or
         does not answer.
@@ -373,7 +376,8 @@ class HttpEngine:
         if self._session is None or self._session.closed:
             raise EngineError(f"{self.url} has not been reached")
         try:
-            # Not redirected: prompts and the names of weights would go to an address that the user has not named.
+            # Redirects are refused: prompts and the names of weights would go to an address that the user has not
+            # configured.
             async with self._session.request(method, self.url + path, json=body, allow_redirects=False) as response:
                 status, target = response.status, response.headers.get("Location", "")
                 content = bytearray()
@@ -395,7 +399,7 @@ class HttpEngine:
         fault = str(status)
         if status < 400:
             try:
-                # A server may write infinite log-probs, which are refused by their token.
+                # A server may write infinite log-probs, which are refused with their token.
                 answer = (
                     parse_json(bytes(content), most, finite=False, refuse_surrogates=False) if content.strip() else None
                 )

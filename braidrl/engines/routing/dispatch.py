@@ -1,6 +1,6 @@
 """Load balancing: the router's choice of an engine for each row, without clocks or sockets.
 
-add ──▶ waiting ──an engine has room──▶ on the engine with the least work ──done──▶ gone
+add ──▶ waiting ──an engine has room──▶ on the engine with the least work ──done──▶ removed
            ▲                                    |
            └────────────── the engine failed ───┘
 
@@ -40,7 +40,7 @@ class Job:
 
 @dataclass
 class EngineState:
-    """One engine as the dispatcher sees it."""
+    """One engine as seen by the dispatcher."""
 
     slots: int
     alive: bool = True
@@ -50,7 +50,7 @@ class EngineState:
 
 
 class Dispatcher:
-    """The assignment of rows to engines; `slots` is the number of rows that each engine may have at once."""
+    """The assignment of rows to engines; `slots` is the number of concurrent rows of each engine."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         self.engines = [EngineState(count) for count in slots]
@@ -72,8 +72,8 @@ class Dispatcher:
         self.jobs[uid] = self.waiting[uid] = Job(uid, prompt_tokens)
 
     def assign(self) -> list[tuple[Uid, int]]:
-        """Assign waiting rows to the least loaded engines, or to slightly more loaded ones with their prefix; return
-        (row, engine).
+        """Assign waiting rows to the least loaded engines, or to slightly more loaded ones that have their prefix;
+        return (row, engine).
         """
         assigned = []
         expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else FIRST_GUESS

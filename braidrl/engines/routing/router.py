@@ -1,4 +1,5 @@
-"""Several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
+"""Several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that engine
+dies.
 
 submit ─▶ waiting ──dispatch──▶ engine ─▶ Response
              ▲                    |
@@ -6,7 +7,7 @@ submit ─▶ waiting ──dispatch──▶ engine ─▶ Response
 
 `ResumingEngine` preempts the rows of an engine, and resumes them:
 
-submit ─▶ engine ─preempt─▶ tokens, log-probs, versions so far ─resume─▶ the rest, with the draws that come next
+submit ─▶ engine ─preempt─▶ tokens, log-probs, versions so far ─resume─▶ the remaining tokens, with the next draws
     ─▶ Response
 
 `EngineService` puts a router over engines in other processes for callers that generate batches without an event loop.
@@ -41,7 +42,7 @@ PREEMPT_AGAIN_S = 0.005
 
 
 class Router:
-    """An engine over engines.
+    """An engine over several engines.
 
     Random numbers belong to the row, so a row that moves to another engine gets the same tokens there.
     """
@@ -53,10 +54,10 @@ class Router:
         give_up_s: float = 600.0,
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] | None = None,
     ) -> None:
-        """Start with all engines alive; `start` starts them, if the caller has not.
+        """Start with all engines alive; `start` starts them, unless the caller has.
 
         A failed engine is recovered every `retry_s` seconds. Requests raise EngineError when none has been alive for
-        `give_up_s`. `store` writes weights where all engines read them; by default each engine is given the source.
+        `give_up_s`. `store` writes weights where all engines read them; by default each engine gets the source.
         """
         self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
@@ -75,7 +76,7 @@ class Router:
 
     @cached_property
     def _dispatcher(self) -> Dispatcher:
-        """Make the dispatcher when the engines have started and know their slots."""
+        """Make the dispatcher when the engines have started and report their slots."""
         return Dispatcher([engine.load().slots for engine in self.engines])
 
     @property
@@ -131,7 +132,7 @@ class Router:
             source = stored = self._store(local.tensors())
         self._version = version
         if source is not None:
-            # An engine that recovers later is sent these weights, also after versions that do not change them.
+            # An engine that recovers later gets these weights, even after versions that do not change them.
             before, self._stored = self._stored, stored
             self._sources[source.role if isinstance(source, PolicyWeights) else None] = source
         try:
@@ -169,7 +170,7 @@ class Router:
         return list(self._dispatcher.waiting)
 
     async def close(self) -> None:
-        """Stop trying to recover dead engines, close all, and free the stored weights."""
+        """Stop recovering dead engines, close all, and free the stored weights."""
         for task in self._recovering.values():
             task.cancel()
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
@@ -180,9 +181,9 @@ class Router:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def _place(self, uid: Uid) -> int | None:
-        """Wait for an engine with room.
+        """Wait for an engine with a free slot.
 
-        Return None for an aborted row. Raises EngineError after `give_up_s` without a living engine.
+        Returns None for an aborted row. Raises EngineError after `give_up_s` without a living engine.
         """
         loop = asyncio.get_running_loop()
         # Rows that are submitted together are dispatched together, in their order.
@@ -202,7 +203,7 @@ class Router:
             self._places.pop(uid, None)
 
     def _wake(self, uid: Uid) -> None:
-        """Let a row that waits for an engine look again."""
+        """Let a row that waits for an engine check again."""
         if uid in self._places and not self._places[uid].done():
             self._places[uid].set_result(None)
 
@@ -227,7 +228,7 @@ class Router:
             try:
                 await self._recover(number)
             except Exception as error:
-                # Also an error that the engine should not raise: otherwise it would never be tried again.
+                # This includes unexpected errors: otherwise the engine would never be retried.
                 failure = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
                 self.failures[number] = failure
 
@@ -259,7 +260,7 @@ class Router:
 
 
 class ResumingEngine:
-    """An engine whose rows can be preempted at any token and resumed with the weights that the engine has by then.
+    """An engine whose rows can be preempted at any token and resumed with the engine's weights at that time.
 
     The tokens of a preempted row are prefilled again with the new weights, so no token is drawn from keys and values of
     earlier weights.
@@ -286,7 +287,7 @@ class ResumingEngine:
             raise
 
     def start_rows(self, requests: Sequence[Request], ended: RowEnded) -> None:
-        """Start rows; each one's end makes a call."""
+        """Start rows; the end of each makes a callback."""
         if self._held is not None:
             self._held.append((requests, ended))
             return
@@ -338,7 +339,7 @@ class ResumingEngine:
     async def preempt(self) -> None:
         """Preempt all rows, and return when the engine has none."""
         self._held = [] if self._held is None else self._held
-        # A cancelled request has no row any more, but its engine may.
+        # A cancelled request is forgotten here, but its engine may still have the row.
         while self._rows or self._tasks:
             for uid in list(self._rows):
                 self._preempted.add(uid)
@@ -359,7 +360,7 @@ class ResumingEngine:
         try:
             await change()
         finally:
-            # Resumes preempted rows, and starts rows that were submitted meanwhile.
+            # Resumes preempted rows, and starts rows that were submitted in the meantime.
             held, self._held = self._held or [], None
             for requests, ended in held:
                 self.start_rows(requests, ended)
@@ -368,7 +369,7 @@ class ResumingEngine:
 class EngineService:
     """Engines with an event loop that runs only inside this object's methods. `close` ends the engines.
 
-    Its methods do what a `SteppingEngine`'s do. The engines' processes manage their own device memory.
+    Its methods are those of a `SteppingEngine`. The engine processes manage their device memory.
     """
 
     is_collective, group, memory, phases = False, None, None, None
@@ -380,10 +381,11 @@ class EngineService:
         store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_weights,
         beside: "EngineService | None" = None,
     ) -> None:
-        """Start the engines. Raises UserError if they cannot use the model.
+        """Start the engines.
 
-        Calls raise EngineError after `limit_s` seconds without a living engine. `store` writes weights to where the
-        engines read them. With another service `beside` it both share one event loop, and it is closed before that one.
+        Raises UserError if they cannot use the model. Calls raise EngineError after `limit_s` seconds without a living
+        engine. `store` writes weights to where the engines read them. Two services share one event loop if the first is
+        passed as `beside`; the second is closed first.
         """
         self.router = Router(engines, 1.0, limit_s, store)
         self.engines, self.max_sequence_tokens = self.router.engines, self.router.max_sequence_tokens
@@ -436,7 +438,7 @@ class EngineService:
                     await (asyncio.wait(running, timeout=ASK_EVERY_S) if running else asyncio.sleep(ASK_EVERY_S))
                     change = changes()
                     for uid in change.ended:
-                        # The row may have ended by itself, or with its engine.
+                        # The row may have ended, or its engine.
                         with contextlib.suppress(KeyError, EngineError):
                             await router.abort(uid)
                     tasks += [group.create_task(answer(request)) for request in change.added]
@@ -475,7 +477,7 @@ class PolicyEngines:
     """The engines of roles that play together, in one event loop; each request goes to its policy's engine."""
 
     def __init__(self, engines: Mapping[str, ServedEngine]) -> None:
-        """Take the started engines by role."""
+        """Store the started engines by role."""
         self.engines, self._of_row = dict(engines), dict[Uid, ServedEngine]()
         self.max_sequence_tokens = min(engine.max_sequence_tokens for engine in self.engines.values())
 
@@ -493,7 +495,7 @@ class PolicyEngines:
         await self._of_row[uid].abort(uid)
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError: each policy has weights of its own, which its engine gets."""
+        """Raise ValueError: each policy has separate weights, published to its engine."""
         raise ValueError(f"weights of one policy, for engines of {', '.join(self.engines)}")
 
     async def sleep(self) -> None:
@@ -508,7 +510,7 @@ class PolicyEngines:
         return min([await engine.recover() for engine in self.engines.values()])
 
     def load(self) -> Load:
-        """Return the load of all engines; rows begin while the first has slots, as each plays one turn at a time."""
+        """Return the load of all engines; rows start while the first has slots, as each plays one turn at a time."""
         loads = [engine.load() for engine in self.engines.values()]
         counted = [load.speculated for load in loads if load.speculated is not None]
         speculated = sum(counted, Speculated()) if counted else None

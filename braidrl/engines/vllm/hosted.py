@@ -1,4 +1,5 @@
-"""vLLM on the ranks that train: each rank hosts one worker and a scheduler of its own, and all of a group step alike.
+"""vLLM on the ranks that train: each rank hosts one worker and one scheduler, and all ranks of a group make the same
+steps.
 
 rank 0   requests of both ─▶ scheduler ─▶ worker, half of each layer ╮ they add up each layer
 rank 1   requests of both ─▶ scheduler ─▶ worker, half of each layer ╯
@@ -42,7 +43,7 @@ class RankExecutor(ExecutorWithExternalLauncher):
     """The executor of a worker inside a training rank."""
 
     identifier = ""
-    """Names the shared memory of a run's workers, which by vLLM's default all runs of a machine share."""
+    """Names the shared memory of a run's workers; by vLLM's default all runs of a machine share it."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
         if not dist.is_initialized():
@@ -64,15 +65,15 @@ class HostedVllmEngine(VllmEngine):
         """Start vLLM; all ranks call this at the same time.
 
         `groups` are the ranks of each generation group, (groups, pipeline, tensor), None for a run of one process;
-        `group` is this rank's. Raises UserError if vLLM does not take the model, or keeps its weights in a form that
-        cannot be written to.
+        `group` is this rank's. Raises UserError if vLLM does not support the model, or stores its weights in a form
+        that cannot be written to.
         """
         self._groups, self.group = groups, group
         super().__init__(replace(spec, options={"enable_sleep_mode": True, **spec.options}), tokenizer)
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.model = runner.get_model()
         try:
-            # Under adapters the weights stay what vLLM has read.
+            # With adapters the base weights stay as vLLM has read them.
             adapted = spec.options.get("enable_lora")
             self._parts = {} if adapted else live_parts(self.model, self._expected, getattr(torch, spec.dtype))
         except WeightsNotLive as error:
@@ -112,7 +113,8 @@ class HostedVllmEngine(VllmEngine):
         self._memory.bring(*PARTS)
         if self.spec.reproducible:
             return super().step()
-        # vLLM draws with random numbers that are equal on the ranks of a group, and leaves training's as they were.
+        # vLLM samples with random numbers that are equal on the ranks of a group, and does not change those of
+        # training.
         self._draw_seed += 1
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             torch.manual_seed(self._draw_seed)
@@ -142,9 +144,11 @@ class HostedVllmEngine(VllmEngine):
 
 @contextmanager
 def starting_vllm(environment: Mapping[str, str], groups: Tensor | None) -> Iterator[None]:
-    """Keep what vLLM's start would change for the trainer in the same process: environment, random state, threads.
+    """Restore the trainer's settings that vLLM's start would change in the same process: environment, random state,
+    threads.
 
-    vLLM forms groups of neighbours. Inside, it forms these groups of ranks instead, (groups, pipeline, tensor).
+    vLLM forms groups of neighbours. Inside this context it forms these groups of ranks instead, (groups, pipeline,
+    tensor).
     """
     before, set_threads, form = dict(os.environ), torch.set_num_threads, parallel_state.initialize_model_parallel
     order = torch.empty(0) if groups is None else groups.flatten()

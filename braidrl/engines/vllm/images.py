@@ -1,9 +1,9 @@
-"""Images in prompts for vLLM: Braid's tokens and pixels, in the form in which vLLM's own processor would give them.
+"""Images in prompts for vLLM: Braid's tokens and pixels, in the form that vLLM's processor would return.
 
 ids, spans ──────────────────────────────────────────▶ ranges of placeholders ╮
 names ──Braid's processor──▶ pixels ──fields of vLLM's model──▶ tensors ──────┴─▶ a ready input of vLLM's engine
 
-vLLM's own processor would tokenize text again, and resize images in another way than the trainer. Its cache holds the
+vLLM's processor would tokenize text again, and resize images differently from the trainer. Its cache holds the
 tensors of an image, so that they are made and sent once for all samples of a group.
 """
 
@@ -30,13 +30,13 @@ class VllmImages:
         self._vision, self._processor, self._cache = vision, renderer.get_mm_processor(), renderer.mm_processor_cache
 
     def check(self, spans: Sequence[ImageSpan]) -> None:
-        """Make the tensors of images that vLLM's cache has not. Raises UserError if vLLM's model takes others."""
+        """Make the tensors of images that are not in vLLM's cache. Raises UserError if vLLM's model takes others."""
         for name in {span.name for span in spans}:
             if self._cache is None or not self._cache.is_cached_item(name):
                 self._tensors(name)
 
     def prompt(self, ids: Tensor, spans: Sequence[ImageSpan], salt: str) -> MultiModalInput:
-        """Return a prompt (P,) with expanded images as an input that vLLM's engine takes as it is."""
+        """Return a prompt (P,) with expanded images as a ready input for vLLM's engine."""
         ranges = [
             PlaceholderRange(span.start, span.tokens, ids[span.start : span.start + span.tokens] == self._vision.token)
             for span in spans
@@ -46,7 +46,7 @@ class VllmImages:
         return mm_input(ids.tolist(), items, {IMAGE: names}, {IMAGE: ranges}, cache_salt=salt)
 
     def _sent(self, name: str) -> MultiModalKwargsItem | None:
-        """Return the tensors of an image; None if the other side of vLLM's cache has them."""
+        """Return the tensors of an image; None if the worker's side of vLLM's cache has them."""
         if self._cache is None:
             return self._tensors(name)
         new = None if self._cache.is_cached_item(name) else (self._tensors(name), ())

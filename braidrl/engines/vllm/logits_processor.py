@@ -1,9 +1,9 @@
-"""A vLLM logits processor that draws tokens as the embedded engine does: by each row's own random numbers.
+"""A vLLM logits processor that draws tokens as the embedded engine does: by each row's random numbers.
 
 logits ──sample, by (key, position)──▶ token ──▶ logits: -inf, and the token's log-prob in its place
 
-vLLM then can draw no other token, and reports that number as the token's log-prob: log-softmax(logits / temperature)
-before any top-k or top-p cut, which none of vLLM's own modes returns. Columns per token that are functions of the
+vLLM then can only draw this token, and reports that number as the token's log-prob: log-softmax(logits / temperature)
+before any top-k or top-p cut, which no mode of vLLM returns. Columns per token that are functions of the
 logits are computed here and kept until the row has ended. Only vLLM's plug-in interface is used.
 """
 

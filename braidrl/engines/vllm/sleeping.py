@@ -2,7 +2,7 @@
 
 generate ──sleep──▶ train ──publish──▶ weights wake, new ones are loaded ──generate──▶ keys and values wake
 
-On CUDA vLLM's sleep mode does this: weights wait in host memory, or are dropped where the trainer brings them anew. On
+On CUDA vLLM's sleep mode does this: weights wait in host memory, or are dropped if the trainer publishes new ones. On
 a CPU, where vLLM has no such mode, the memory pages of keys and values are freed.
 """
 
@@ -28,9 +28,9 @@ class VllmMemory:
     may_leave: bool
     """True if `enable_sleep_mode` is set."""
     level: int = KEPT
-    """DROPPED where weights are brought before each generation; else generation may resume without new ones."""
+    """DROPPED if weights are published before each generation; otherwise generation may resume without new ones."""
     caches: Sequence[UntypedStorage] = ()
-    """Keys and values whose pages are freed here, where vLLM cannot sleep."""
+    """Keys and values whose pages are freed here, if vLLM cannot sleep."""
     away: list[str] = field(default_factory=list)
     """The parts that are not on the device."""
 
@@ -47,7 +47,7 @@ class VllmMemory:
             self.away = list(PARTS)
 
     def bring(self, *parts: str) -> None:
-        """Bring these parts back to the device, in order; parts already there stay."""
+        """Load these parts to the device, in order; parts already there stay."""
         for part in parts:
             if part in self.away:
                 self.engine.wake_up([part])

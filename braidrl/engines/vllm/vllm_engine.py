@@ -1,8 +1,8 @@
-"""vLLM as an engine of this process: it computes the steps, Braid keeps the rows, and where it is reproducible draws
-their tokens.
+"""vLLM as an engine of this process: it computes the steps; Braid keeps the rows, and in reproducible runs draws their
+tokens.
 
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Response
-                               └── with rollout.tensor=2: two workers in processes of their own
+                               └── with rollout.tensor=2: two workers in separate processes
 
 Only this file and `logits_processor` import vLLM; `vllm_worker` is Braid's part of vLLM's workers.
 """
@@ -66,7 +66,7 @@ class VllmEngine(SteppingEngine):
     """
 
     def __init__(self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Start vLLM. Raises UserError where it does not take the model."""
+        """Start vLLM. Raises UserError if it does not support the model."""
         folder = Path(spec.model)
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), spec.max_sequence_tokens, spec.seed)
         self.spec, self.slots = spec, spec.slots
@@ -76,8 +76,8 @@ class VllmEngine(SteppingEngine):
         self.preemptions = 0
         """Rows that vLLM has preempted, counted where rows begin by the room for them."""
         arguments = arguments_of(spec)
-        # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported
-        # is none.
+        # vLLM collects garbage four times while it starts, a quarter of its start time; imported objects are no
+        # garbage.
         gc.freeze()
         with refusals_in_a_line():
             self._engine = self._start(arguments, [partial(PreemptionLog, self)] if spec.adapts_rows else None)
@@ -104,10 +104,7 @@ class VllmEngine(SteppingEngine):
         return len(self._rows)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Publish weights; each vLLM worker loads its own part.
-
-        Raises ValueError for a source that workers cannot read.
-        """
+        """Publish weights; each vLLM worker loads its part. Raises ValueError for a source that workers cannot read."""
         load: Callable[[], object] | None = None
         policy: str | None = None
         if isinstance(source, PolicyWeights):
@@ -135,14 +132,16 @@ class VllmEngine(SteppingEngine):
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
         if self._images is not None:
-            # Images encoded with the weights before; a worker forgets its own, of which the scheduler knows nothing.
+            # Images encoded with the earlier weights; a worker clears its cache, which the scheduler does not know.
             self._engine.reset_encoder_cache()
         self.version, self._failure, self._is_given_again = version, None, False
 
     def _accept(self, row: EngineRow) -> None:
         if row.request.images:
             if self._images is None:
-                raise UserError(f"row {row.request.uid} has images, and vLLM's model sees none; take a model that sees")
+                raise UserError(
+                    f"row {row.request.uid} has images, and vLLM's model takes none; use a multimodal model"
+                )
             self._images.check(row.request.images)
         super()._accept(row)
 
@@ -151,7 +150,7 @@ class VllmEngine(SteppingEngine):
         count = min(len(self._waiting), self.slots - len(self._rows))
         if count and self.spec.adapts_rows:
             cache = self._engine.vllm_config.cache_config
-            # vLLM keeps one block for itself.
+            # vLLM reserves one block.
             capacity, waiting = (cache.num_gpu_blocks - 1) * cache.block_size, itertools.islice(self._waiting, count)
             count = rows_to_begin(capacity, cache.block_size, self.recent, self._rows.values(), waiting)
         for _ in range(count):
@@ -179,19 +178,19 @@ class VllmEngine(SteppingEngine):
         return self._done([row.finished() for row in ended])
 
     def _take_values(self, ended: Sequence[EngineRow]) -> None:
-        """Set the columns per token of rows that have ended, which one of vLLM's workers has computed."""
+        """Set the columns per token of ended rows, which one of vLLM's workers has computed."""
         by_name = {row.name: row for row in ended if row.request.columns and row.name}
         if not by_name:
             return
         for of_worker in self._engine.collective_rpc("take_values", args=(list(by_name),)):
             for name, columns in of_worker.items():
-                # vLLM may have drawn more tokens before it was told of the row's end.
+                # vLLM may have drawn more tokens before it was notified of the row's end.
                 count = len(by_name[name].tokens)
                 by_name[name].per_token |= {column: values[:count] for column, values in columns.items()}
 
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
-        # The salt keeps prompts computed with other weights from being reused.
+        # The salt prevents the reuse of prompts computed with other weights.
         salt = f"{self.version} {request.policy or ''}"
         prompt: Any = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
         if request.images and self._images is not None:
@@ -270,7 +269,7 @@ class PreemptionLog(StatLoggerBase):
 
 @contextmanager
 def refusals_in_a_line() -> Iterator[None]:
-    """Raise UserError where vLLM refuses a model or a setting."""
+    """Raise UserError if vLLM refuses a model or a setting."""
     try:
         yield
     except REFUSALS as error:
@@ -291,7 +290,9 @@ def ranks_of_node(spec: EngineSpec) -> Iterator[None]:
 
 
 def key_numbers(config: Any) -> int:
-    """Return the numbers of a token's keys in the widest layer; Gemma 4 has layers with heads of several widths."""
+    """Return the number of elements of a token's keys in the widest layer; Gemma 4 has layers with heads of several
+    widths.
+    """
     layers = getattr(config, "per_layer_config", None)
     layers_of_model = [layers[n] for n in range(config.num_hidden_layers)] if layers else [config]
     widths = [
@@ -302,23 +303,23 @@ def key_numbers(config: Any) -> int:
 
 
 def vision_of(spec: EngineSpec) -> Vision | None:
-    """Return the vision of an engine's model; None if it sees none."""
+    """Return the vision of an engine's model; None for a text-only model."""
     return None if spec.images is None else load_vision(Path(spec.model), ImagesConfig(**spec.images))
 
 
 def image_arguments(vision: Vision) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine for a model that sees. Raises UserError without torchvision."""
+    """Return the arguments of vLLM's engine for a multimodal model. Raises UserError without torchvision."""
     if importlib.util.find_spec("torchvision") is None:
         raise UserError(
-            f"rollout.engine=vllm: vLLM's models that see need torchvision, which {sys.executable} lacks; install the "
-            "one of its torch, or write rollout.engine=embedded"
+            f"rollout.engine=vllm: vLLM's multimodal models need torchvision, which {sys.executable} lacks; install "
+            "the one of its torch, or write rollout.engine=embedded"
         )
     # vLLM computes room for the largest image from its own processor, which needs a tokenizer.
     size = {"mm_processor_kwargs": {"size": dict(vision.processor.size)}} if vision.family.resizes else {}
     return {
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"video": 0, "audio": 0},
-        # Braid's pixels are normalized; by default vLLM's own are not, and its tower does it.
+        # Braid's pixels are normalized; by default vLLM's are not, and its vision tower normalizes them.
         "mm_device_do_normalize": False,
         "skip_mm_profiling": not torch.cuda.is_available(),
         **size,
@@ -326,8 +327,8 @@ def image_arguments(vision: Vision) -> dict[str, Any]:
 
 
 def arguments_of(spec: EngineSpec) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine: Braid's, then the user's options in their place; set the environment that
-    they need.
+    """Return the arguments of vLLM's engine: Braid's, overridden by the user's options; set the environment variables
+    that they need.
     """
     if spec.reproducible:
         os.environ.update(REPRODUCIBLE_SETTINGS)
@@ -350,7 +351,7 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         drafts = options.get("speculative_config") or {}
         longest = spec.max_sequence_tokens + drafts.get("num_speculative_tokens", 0)
         positions = (spec.slots * -(-longest // CPU_BLOCK) + 1) * CPU_BLOCK
-        text = config.get_text_config()  # of a model that sees too
+        text = config.get_text_config()  # including a multimodal model
         keys = text.num_hidden_layers * key_numbers(text)
         if "model" in drafts:
             draft = AutoConfig.from_pretrained(drafts["model"], local_files_only=True).get_text_config()
@@ -368,5 +369,5 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         "logprobs_mode": "processed_logits",
         "async_scheduling": False,
     }
-    # Engines with one seed would draw the samples of a prompt alike.
+    # Engines with the same seed would draw equal samples of a prompt.
     return {**arguments, **(by_row if spec.reproducible else {"seed": secrets.randbits(31)}), **options}

@@ -2,7 +2,7 @@
 parameters.
 
 path ──▶ worker: maps the file ─────────────┬─its own slices──▶ vLLM's live parameters
-notice ──▶ worker: joins a group, receives ─┴─tensor by tensor──▶ vLLM's loaders, where it keeps another form
+notice ──▶ worker: joins a group, receives ─┴─tensor by tensor──▶ vLLM's loaders, if it stores another form
 
 Running vLLM's own loader on tensors without values finds the live parameters:
 
@@ -10,7 +10,7 @@ q_proj.weight, on the meta device ╮                       ╭─▶ rows 0 to 
 k_proj.weight                     ┼─vLLM's loader: slices─┼─▶ rows 64 to 95                    parameter, and its block
 v_proj.weight                     ╯         watched       ╰─▶ rows 96 to 127
 
-No worker holds a whole tensor. A model whose weights vLLM changes after it has loaded them (quantised, packed,
+No worker holds a full tensor. A model whose weights vLLM changes after it has loaded them (quantised, packed,
 absorbed) has no such parts.
 """
 
@@ -57,14 +57,14 @@ class TakesWeights:
     """
 
     reload_weights: Callable[..., None]
-    """An attribute of vLLM's worker, as the next four are."""
+    """An attribute of vLLM's worker, as are the next four."""
     model_runner: Any
     vllm_config: Any
     rank: int
     device: Any
     has_weights_in_part = False
     live: Mapping[str, WeightPart] | None = None
-    """The live parameters; empty where vLLM keeps them in another form, None before they are looked for."""
+    """The live parameters; empty if vLLM stores them in another form, None before the lookup."""
     hub_names: HubNames | None = None
     """The conversion to the names that vLLM's loaders know, made once."""
 
@@ -96,14 +96,14 @@ class TakesWeights:
         return values
 
     def load_version(self, source: WeightFile | Incoming) -> None:
-        """Load into the live parameters, else tensor by tensor.
+        """Load into the live parameters, otherwise tensor by tensor.
 
-        After a failure of the former the next version must be loaded whole.
+        After a failure of the former the next version must be loaded in full.
         """
         config = self.vllm_config.model_config
         if self.live is None:
             try:
-                # `model_config.model` becomes the folder of the last update, which may be gone.
+                # `model_config.model` becomes the folder of the last update, which may have been removed.
                 shapes = shapes_in_folder(Path(config.hf_config.name_or_path))
                 self.live = live_parts(self.model_runner.get_model(), shapes, config.dtype)
             except WeightsNotLive:
@@ -116,11 +116,11 @@ class TakesWeights:
             self.load_as_they_come(source.tensors())
 
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle, or if vLLM leaves some
-        as they were.
+        """Load tensors one by one.
 
-        Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors
-        for the missing ones.
+        Nothing changes before the first tensor arrives. If the tensors end in the middle, or vLLM leaves some
+        unchanged, this and all later calls raise RuntimeError: after a partial load vLLM would take the next version's
+        tensors for the missing ones.
         """
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
@@ -144,8 +144,8 @@ class TakesWeights:
 def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:
     """Return this worker's parts of vLLM's loaded module; a tied tensor under the name that vLLM loads.
 
-    `shapes` are the global shapes by the names in the checkpoint, `dtype` is what vLLM computes in. Raises
-    WeightsNotLive if it keeps some of the weights in another form.
+    `shapes` are the global shapes by the names in the checkpoint, `dtype` is vLLM's dtype of computation. Raises
+    WeightsNotLive if it stores some of the weights in another form.
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", module)
@@ -174,7 +174,7 @@ def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dty
 
 
 def block_of(view: Tensor, shape: torch.Size) -> Box | None:
-    """Return the block that a view of a contiguous tensor of this shape shows; None if it is no block."""
+    """Return the block that a view of a contiguous tensor of this shape covers; None if it is not a block."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axes = zip(view.shape, view.stride(), strides, strict=False)
     if view.dim() != len(shape) or any(size > 1 and step != stride for size, step, stride in axes):
@@ -202,7 +202,7 @@ class CopyWatch(TorchDispatchMode):
 
 @contextmanager
 def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the names of parameters that a reload inside the block gives no values; vLLM keeps the earlier ones and
+    """Collect the names of parameters that a reload inside the block does not set; vLLM keeps the earlier values and
     logs a warning.
     """
     unloaded: list[str] = []
@@ -227,8 +227,8 @@ def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
 
 
 def parts_of_gpt_oss(tensors: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each expert separately and keep attention sinks for `load_sinks`: vLLM's loader copies both unseen by a
-    reload.
+    """Yield each expert separately and keep attention sinks for `load_sinks`: vLLM's loader copies both in a way that a
+    reload cannot record.
     """
     for name, tensor in tensors:
         layer, experts, part = name.partition(".mlp.experts.")
@@ -252,8 +252,8 @@ def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
 
 
 def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Rotate all heads: vLLM's kernel rotates only the first head of queries (tokens, heads, width), which latent
-    attention gives it.
+    """Rotate all heads: vLLM's kernel rotates only the first head of the queries (tokens, heads, width) of latent
+    attention.
     """
     rotated = self.forward_native if query.dim() > 2 else partial(ROTATE_IN_PLACE, self)
     result: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
@@ -261,14 +261,12 @@ def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = Non
 
 
 def compute_plainly(layer: Any, remove_weight: bool) -> None:
-    """Compute with the loaded weights, which vLLM would pack into memory that no transfer can write to."""
+    """Compute with the loaded weights instead of packing them: no transfer can write to packed memory."""
     layer.cpu_linear = nn.functional.linear
 
 
 def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-    """Pack experts at each update: vLLM packs them only once, and would take an update's plain tensors for
-    packed ones.
-    """
+    """Pack experts at each update: vLLM packs them only once, and would treat an update's plain tensors as packed."""
     is_update = method.moe_kernel is not None
     SET_UP_KERNEL(method, layer, w13, w2)
     if is_update:
@@ -278,8 +276,7 @@ def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
 def of_each_draft(values: Tensor, ends: Tensor, count: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
     """Repeat a value (B,) of each row for all its draft tokens, (N,); `ends` are the cumulative numbers of tokens.
 
-    vLLM's kernel, which gives each draft token its row's temperature, writes to a copy, and temperatures are what was
-    in memory.
+    vLLM's kernel for the temperature of draft tokens writes to a copy, which leaves temperatures uninitialised.
     """
     replaced = torch.where(values == replace_from, replace_to, values)
     return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)

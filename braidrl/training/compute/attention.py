@@ -1,5 +1,5 @@
-"""The attention of every model that Braid loads: an attention context, passed beside the forward pass, decides which
-keys a query sees.
+"""The attention of every model that Braid loads: an attention context, passed outside the forward arguments, decides
+which keys a query sees.
 
     with attending(context): model.model(input_ids=..., position_ids=..., use_cache=False)
                                  |
@@ -56,9 +56,9 @@ class Scores:
 
     scaling: float
     window: int | None = None
-    """Number of last positions that a query sees, including its own."""
+    """Number of last positions that a query sees, including the query's."""
     chunk: int | None = None
-    """A query sees only its own chunk of this many positions."""
+    """A query sees only the chunk of this many positions that contains it."""
     softcap: float | None = None
     """Scores s become c · tanh(s / c)."""
     sinks: Tensor | None = None
@@ -67,7 +67,8 @@ class Scores:
     def visible(self, query: Tensor, key: Tensor, blocks: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return whether queries at positions (..., Q, 1) see keys at positions (..., 1, K): a bool mask.
 
-        `blocks` are the numbers of both's images, 0 for text: tokens of one image see each other in both directions.
+        `blocks` are the image numbers of queries and keys, 0 for text: tokens of one image see each other in both
+        directions.
         """
         visible = key <= query
         if blocks is not None:
@@ -89,7 +90,7 @@ class AttentionContext(ABC):
         return forward(*arguments, **named)
 
     def row_lengths(self, positions: Tensor) -> Tensor:
-        """Return the length of each token's own sequence, (B, N), given the positions (..., B, N) of the call."""
+        """Return the length of each token's sequence, (B, N), for the positions (..., B, N) of the call."""
         return lengths_in_batch(positions)
 
 
@@ -252,11 +253,11 @@ class PackedSequences(AttentionContext):
         more: Callable[[list[int]], dict[str, Any]] | None = None,
         multiple: int = MULTIPLE,
     ) -> Any:
-        """Run a mixer over batches of sequences of about equal length, padded at the end, where padding changes no
-        earlier token.
+        """Run a mixer over batches of sequences of about equal length, padded at the end, where padding does not change
+        earlier tokens.
 
         Tensors (1, N, ...) among its arguments hold the tokens of all sequences. `more` returns further named arguments
-        for the sequences of a batch, given their numbers. Sequences whose lengths round up to one multiple of
+        for the sequences of a batch, from their numbers. Sequences whose lengths round up to the same multiple of
         `multiple` are one batch.
         """
         total, batches, columns = sum(self.lengths), self.in_batches(multiple), list[list[Any]]()
@@ -310,8 +311,8 @@ class PackedSequences(AttentionContext):
 
 @dataclass(frozen=True, eq=False)
 class RowBatches:
-    """Packed tokens (N, ...) arranged as batches (S, L, ...) of sequences, one behind the other; shorter ones repeat
-    their last token.
+    """Packed tokens (N, ...) arranged as batches (S, L, ...) of concatenated sequences; shorter ones repeat their last
+    token.
     """
 
     numbers: list[list[int]]
@@ -319,7 +320,7 @@ class RowBatches:
     shapes: list[tuple[int, int]]
     """(S, L) of each batch."""
     order: tuple[Tensor, Tensor] | None
-    """The token at each place, and the place of each token; None if tokens are packed like this."""
+    """The token at each position, and the position of each token; None if tokens are already packed in this order."""
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Arrange packed tokens (N, ...) as batches (S, L, ...)."""
@@ -335,8 +336,8 @@ class RowBatches:
 
 
 class GatheredRows(torch.autograd.Function):
-    """Gather the rows `tokens`; the backward pass uses only each row's own one of `places`, as repeated rows have no
-    gradient.
+    """Gather the rows `tokens`; the backward pass uses only one position of each row, in `places`, as repeated rows
+    have no gradient.
     """
 
     @staticmethod
@@ -414,7 +415,7 @@ def attend_equal(
         )
         return output.transpose(1, 2).flatten(0, 1)
     # Two matrix products: the blocked kernel's backward is slow on short sequences. Query heads that share a key head
-    # are more queries.
+    # count as more queries.
     queries = query.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     visible = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     sinks = scores.sinks
@@ -436,7 +437,7 @@ def attend_plainly(
 ) -> Tensor:
     """Attend with queries (..., Q, D) to keys (..., K, D) by plain operations in at least float32; returns (..., Q, E).
 
-    Supports what fused kernels do not: soft caps, and sinks (..., Q, 1), which take a part of the weight. `mask` is
+    Supports what fused kernels do not: soft caps, and sinks (..., Q, 1), which receive a share of the weight. `mask` is
     additive.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -103,8 +103,8 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def use_kernels(model: PreTrainedModel, kernels: LayerKernels | None = None) -> None:
-    """Switch the norms, gated activations and attention layers of a model to these kernels, or to this machine's, if it
-    has any.
+    """Switch the norms, gated activations and attention layers of a model to these kernels, by default this machine's,
+    if any.
     """
     if (kernels := kernels or layer_kernels()) is None:
         return
@@ -135,7 +135,7 @@ def forward_of(kind: Any, kernels: LayerKernels) -> Any:
 
     if kind.__name__ not in ATTENTIONS:
         return norm if kind.__name__ in NORMS else gate
-    # A copy of the layer's forward with another rotary function; transformers' own stays unchanged.
+    # A copy of the layer's forward with another rotary function; transformers' class stays unchanged.
     plain: Any = inspect.unwrap(kind.forward)
     theirs = plain.__globals__[ROTARY]
     names = {**plain.__globals__, ROTARY: rotate}
@@ -145,7 +145,7 @@ def forward_of(kind: Any, kernels: LayerKernels) -> Any:
 
 
 def fits(kernels: LayerKernels, *tensors: Tensor) -> bool:
-    """Return whether all are plain tensors on the kernels' device in one supported dtype; not DTensors or pending
+    """Return True if all are plain tensors on the kernels' device in one supported dtype; not DTensors or pending
     collectives.
     """
     plain = all(not isinstance(t, NOT_PLAIN) and t.device.type == kernels.device for t in tensors)

@@ -39,12 +39,12 @@ adapted matrices, and the scale.
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the weighted sums (T, D) of the experts `top_k_index` (T, K) of tokens (T, D); `self` is transformers'
-    module, perhaps with adapters.
+    module, possibly with adapters.
     """
     downs, ups = getattr(self, DOWN, {}), getattr(self, UP, {})
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
     exact = is_batch_invariant(self, hidden_states)
-    # On the meta device grouped products take bfloat16 alone.
+    # On the meta device grouped products support only bfloat16.
     counted = exact or many or hidden_states.dtype is torch.float64
     is_plain = hidden_states.dtype is torch.bfloat16 if hidden_states.is_meta else not counted
     if is_plain and not downs:
@@ -70,7 +70,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def is_batch_invariant(experts: Any, states: Tensor) -> bool:
-    """Return True where no gradient is needed and a kernel gives a row the same bits among any other rows."""
+    """Return True if no gradient is needed and a kernel gives a row the same bits in any batch."""
     if torch.is_grad_enabled() or not states.is_cpu or experts.is_transposed:
         return False
     return in_memory(states, experts.down_proj) and has_row_product(states.dtype)
@@ -83,7 +83,7 @@ class Sorting:
     order: Tensor
     """The number t·K + k of each sorted row, (S,)."""
     places: Tensor
-    """The place of each row among the sorted ones, (S,)."""
+    """The position of each row among the sorted ones, (S,)."""
     each: int
     """K."""
 

@@ -8,8 +8,8 @@ A shared prompt can be computed once for all of its responses; gradients equal t
 separate  p p p a a a | p p p b b | p p p c c c c
 shared    p p p a a a b b c c c c                      a, b and c each see p and themselves, not each other
 
-Prompt tokens have the same activations in each row, so their keys and values serve all responses, and their gradients
-are summed. The first token of every response is predicted from the prompt's last position.
+Prompt tokens have the same activations in each row, so that all responses use their keys and values, and their
+gradients are summed. The first token of every response is predicted from the prompt's last position.
 
 Shapes: N tokens packed, P of a prompt, R of its responses, H query heads, K key/value heads, D head width.
 """
@@ -127,8 +127,8 @@ class Packed:
     def select(self, positions: Tensor, places: Tensor | None = None) -> Self:
         """Return the tokens at `positions` (M,), where -1 makes a filler token of zeros.
 
-        Predictors, their targets and row ends move with their tokens; those of tokens that are left out are dropped.
-        `places` (N,) are the new positions of all tokens, -1 without one; by default each token is selected once.
+        Predictors, their targets and row ends move with their tokens; those of dropped tokens are dropped. `places`
+        (N,) are the new positions of all tokens, -1 for dropped ones; by default each token is selected once.
         """
         is_filler = positions < 0
         if places is None:
@@ -147,7 +147,7 @@ class Packed:
         )
 
     def to(self, device: torch.device) -> Self:
-        """Return the same with tensors on a device; `offsets` stay on the CPU."""
+        """Return the same packing with tensors on a device; `offsets` stay on the CPU."""
         return replace(
             self,
             per_token={name: values.to(device) for name, values in self.per_token.items()},
@@ -219,7 +219,7 @@ def pack(
     if share_prompts:
         families = families_of(rows, rope_lengths)
         assert families is not None, "rows of several sequences, or without actions, share no prompts"
-        # The place of each token in the shared packing, (N,), and for each place there a token of the rows.
+        # The position of each token in the shared packing, (N,), and for each position there a token of the rows.
         places, chosen, total = torch.empty(len(tokens.values), dtype=torch.int64), list[Tensor](), 0
         offsets = tokens.offsets.tolist()
         for family in families:
@@ -238,7 +238,7 @@ def pack(
 
 
 def tokens_with_routes(rows: Rows) -> Tensor:
-    """Return the mask (N,) of tokens that a later action of their sequence follows: an engine has read these."""
+    """Return the mask (N,) of tokens with a later action in their sequence: the engine has processed these."""
     count, lengths = len(rows["tokens"].values), rows["sequence_lengths"].values
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
     actions = rows["action_mask"].values.nonzero().flatten()
@@ -275,7 +275,7 @@ def families_of(rows: Rows, rope_lengths: RopeLengths = SAME) -> list[Family] | 
 
 
 def saves_enough(rows: Rows, rope_lengths: RopeLengths = SAME) -> bool:
-    """Return whether sharing prompts saves at least LEAST_SAVED of the tokens."""
+    """Return True if sharing prompts saves at least LEAST_SAVED of the tokens."""
     if not len(rows):
         return False
     families = families_of(rows, rope_lengths)

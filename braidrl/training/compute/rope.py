@@ -4,8 +4,8 @@ each length).
 positions, lengths of their rows ──one call for each set of factors──▶ transformers' own forward ──▶ cos, sin of each
                                                                                                      token's own set
 
-transformers chooses the factors by the greatest position of a call, so one long row would change all rows beside it.
-Here each token gets the factors of its own row, from the same forward.
+transformers chooses the factors by the greatest position of a call, so that one long row would change all other rows.
+Here each token gets the factors of its row, from the same forward.
 
 Shapes: B rows of a batch, N tokens of each.
 """
@@ -35,7 +35,7 @@ class RopeLengths:
     switches: tuple[int, ...] = ()
     """Rows longer than one of these have other factors (longrope)."""
     growing: int | None = None
-    """Each row that is longer has factors of its own (dynamic NTK)."""
+    """Each longer row has separate factors (dynamic NTK)."""
 
     @staticmethod
     def of(config: Any) -> "RopeLengths":
@@ -96,7 +96,7 @@ def most_positions(settings: Mapping[str, Any]) -> int | None:
 
 
 def use_row_lengths(model: nn.Module) -> None:
-    """Make a model's rotary embeddings compute each token with the factors of its own row."""
+    """Make a model's rotary embeddings compute each token with the factors of its row."""
     for module in model.modules():
         kind: Any = type(module)
         names = getattr(module, "rope_type", None)
@@ -114,7 +114,7 @@ def rotary_forward(self: Any, x: Tensor, position_ids: Tensor, *arguments: Any, 
     lengths = lengths_in_batch(position_ids) if context is None else context.row_lengths(position_ids)
     for length, most, rows in _sets_of_factors(self, lengths):
         _forget(self)
-        # transformers looks at the greatest position of a call.
+        # transformers reads the greatest position of a call.
         last = torch.full_like(position_ids[..., :1], length - 1)
         computed = self.plain_forward(x, torch.cat([position_ids.clamp(max=most), last], -1), *arguments, **named)
         parts = [part[..., :-1, :] for part in (computed if isinstance(computed, tuple) else (computed,))]
@@ -141,7 +141,7 @@ def _sets_of_factors(module: Any, lengths: Tensor) -> Iterator[tuple[int, int, T
 
 
 def _forget(module: Any) -> None:
-    """Remove what a rotary embedding keeps of earlier calls."""
+    """Remove cached values of earlier calls from a rotary embedding."""
     for name in list(vars(module)):
         if name.endswith("max_seq_len_cached"):
             setattr(module, name, module.original_max_seq_len)

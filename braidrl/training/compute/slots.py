@@ -226,7 +226,7 @@ class MixerCache(Cache):
     def __init__(self, states: Mapping[str, Tensor] | None = None) -> None:
         """Start empty, or continue `states`, which are updated in place."""
         self.layer = LinearAttentionLayer()
-        super().__init__(layers=[self.layer] * 1000)  # under each number that a config.json may have
+        super().__init__(layers=[self.layer] * 1000)  # under each layer number of a config.json
         self._linear: Tensor | None = None
         for name, state in (states or {}).items():
             if name == "linear":
@@ -247,7 +247,7 @@ class MixerCache(Cache):
         return 0
 
     def get_linear_cache(self, _: int) -> Tensor | None:
-        """Return the state of MiniMax' lightning attention, which has its own cache interface."""
+        """Return the state of MiniMax' lightning attention, which has a separate cache interface."""
         return self._linear
 
     def set_linear_cache(self, _: int, state: Tensor) -> None:

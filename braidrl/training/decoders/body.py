@@ -3,8 +3,8 @@
 ids ──embedding──▶ layers ──norm──▶ hidden states ──head──▶ logits
         `embedding`  `layers`  `norm`                `head` (see `head`)
 
-`PARTS` lists the names that decoders use. A decoder with other names has the layers of all its lists: it trains where
-the proof holds, without pipeline parallelism. Users may register a function in `BODIES` for such a decoder.
+`PARTS` lists the names that decoders use. A decoder with other names has the layers of all its lists: it trains if the
+proof holds, without pipeline parallelism. Users may register a function in `BODIES` for such a decoder.
 """
 
 import logging
@@ -83,7 +83,7 @@ PLAN = "forward_plan"
 
 class Body:
     """The parts of one decoder: the module that holds them, and its attributes `embedding`, `layers` and `norm` by
-    their own names, which are None if it has no such attribute.
+    their names, None if there is no such attribute.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def base_of(model: Any) -> Any:
 
 
 def modules_beside_text(model: Any) -> list[str]:
-    """Return the names in `base_of` of the modules that no text reaches: towers for images and sound, their
+    """Return the names in `base_of` of the modules without text inputs: towers for images and sound, and their
     projections.
     """
     base, decoder = base_of(model), decoder_of(model)
@@ -147,7 +147,7 @@ def modules_beside_text(model: Any) -> list[str]:
 
 
 def parts_beside_text(model: Any) -> list[nn.Parameter]:
-    """Return the parameters that no text reaches."""
+    """Return the parameters that text does not use."""
     if not modules_beside_text(model):
         return []
     base, text = base_of(model), set(map(id, decoder_of(model).parameters()))
@@ -195,7 +195,7 @@ def use_plan(model: Any, plan: ForwardPlan) -> None:
     setattr(model, PLAN, plan)
     use_row_lengths(model)
     use_sdpa_beside_text(model)
-    model.set_experts_implementation(EXPERTS)  # where transformers lets a mixture choose one
+    model.set_experts_implementation(EXPERTS)  # if transformers offers a choice for mixtures
     for module in model.modules() if plan.mixers else ():
         kind: Any = type(module)
         if kind.__name__ in plan.mixers and not hasattr(kind, "plain_forward"):
@@ -256,7 +256,7 @@ class PromptImages:
     """The images of packed prompts."""
 
     run: Callable[..., Tensor]
-    """The forward pass that sees them, in place of `run_body`."""
+    """The forward pass with images, in place of `run_body`."""
     blocks: Tensor | None = None
     """(N,): the number of each token's image, 0 for text, if its tokens see each other."""
 
@@ -282,7 +282,7 @@ def prefill(
 def disable_dropout(config: Any) -> list[str]:
     """Set all settings that make the forward pass random to 0, in place; return their names.
 
-    A router's jitter stays: PhiMoE computes with it also where nothing is random, and routers are never in training
+    A router's jitter stays: PhiMoE computes with it even in deterministic passes, and routers are never in training
     mode.
     """
     random_settings = []
@@ -297,7 +297,7 @@ def disable_dropout(config: Any) -> list[str]:
 
 
 def set_training(model: Any, training: bool) -> None:
-    """Set a model's mode: only checkpointed layers are in training mode, so that nothing draws random numbers."""
+    """Set a model's mode: only checkpointed layers are in training mode, so that no random numbers are drawn."""
     model.eval()
     for module in model.modules() if training else ():
         if getattr(module, "gradient_checkpointing", False):

@@ -1,4 +1,4 @@
-"""Decoding with a model's own attention and cache: rows of equal length form a cohort and step together.
+"""Decoding with transformers' attention and cache: rows of equal length form a cohort and step together.
 
     begin:  prompts of one length ──own forward──▶ a cohort: its slots and their transformers cache
     step:   each cohort ──own forward, one token per row──▶ hidden states of its slots
@@ -83,7 +83,7 @@ class Cohorts:
             cohort.slots = [target if slot == source else slot for slot in cohort.slots]
 
     def _forward(self, cohort: Cohort, ids: Tensor, positions: Tensor) -> Tensor:
-        """Run the model's own forward for the rows of a cohort, (S, L), and return the last hidden states (S, D)."""
+        """Run the model's forward for the rows of a cohort, (S, L), and return the last hidden states (S, D)."""
         decoder = decoder_of(self._model)
         rows = torch.tensor([*range(len(ids)), *[0] * (-len(ids) % ROWS)], device=ids.device)
         name = cache_name(decoder)

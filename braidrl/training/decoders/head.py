@@ -2,8 +2,8 @@
 
     logits = cap · tanh(scale · (hidden Wᵀ) / cap)          Cohere, Granite, Falcon H1: a scale; Gemma, NanoChat: a cap
 
-Scale and cap are measured on the model's own forward, not read from its configuration. Other heads (with a bias or
-further layers) run as the model's own forward, one chunk of tokens at a time.
+Scale and cap are measured on the model's forward, not read from its configuration. Other heads (with a bias or further
+layers) run as the model's forward, one chunk of tokens at a time.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Head:
     scale: float = 1.0
     cap: float | None = None
     is_own: bool = False
-    """Whether the model's own forward must compute logits."""
+    """True if the model's forward must compute logits."""
 
     def shape(self, product: Tensor) -> Tensor:
         """Return logits from hidden Wᵀ."""
@@ -125,7 +125,7 @@ def predicted_log_probs(
 
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward, in which the decoder returns
+    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's forward, in which the decoder returns
     these states.
     """
     # OPT's forward calls the decoder within its base model
@@ -143,7 +143,7 @@ def own_logits(model: Any, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GivenStates:
-    """A decoder output with given hidden states; all other attributes are None."""
+    """A decoder output with these hidden states; all other attributes are None."""
 
     last_hidden_state: Tensor
 

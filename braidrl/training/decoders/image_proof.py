@@ -1,11 +1,10 @@
-"""The proof that a model sees rightly: on its tiny twin, rows with images equal transformers' own rows alone, packed
-and decoded.
+"""The proof that images are computed correctly: on a model's tiny twin, rows with images, packed and decoded, equal
+single rows of transformers.
 
-random embeddings ─┬─ in place of placeholders, packed rows, prefill and decode ─▶ log-probs ─┬─ equal? ─▶ may see
-                   └─ transformers' own forward (`mm_encoder_outputs`), each row alone ───────┘
-
-Embeddings stand for encoded images, so that the proof needs no pixels: what a model does with them is measured, such as
-positions, later layers that get them too, and whether the tokens of an image see each other in both directions.
+random embeddings ─┬─ in place of placeholders, packed rows, prefill and decode ─▶ log-probs ─┬─ equal? ─▶ may see └─
+transformers' own forward (`mm_encoder_outputs`), each row alone ───────┘  Embeddings stand for encoded images, so that
+the proof needs no pixels: the proof measures positions, later layers that get them too, and whether the tokens of an
+image see each other in both directions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +57,7 @@ LATER = ("visual_pos_masks", "deepstack_visual_embeds")
 
 @dataclass(frozen=True)
 class ProofVision:
-    """The part of a `Vision` that `ModelImages` reads, for images that are embeddings alone."""
+    """The part of a `Vision` that `ModelImages` reads, for images that are only embeddings."""
 
     token: int
     merge: int
@@ -71,12 +70,12 @@ class ProofVision:
 
 @dataclass(frozen=True)
 class Sight:
-    """The way in which a model sees, as it is measured."""
+    """A model's measured processing of images."""
 
     refused: str
-    """Why it is not proven to see rightly; empty text if it is."""
+    """Why images are not supported; empty text if they are."""
     mutual: bool = False
-    """Whether the tokens of an image see each other in both directions."""
+    """True if the tokens of an image see each other in both directions."""
 
 
 def seeing_finding(twin: Twin, plan: ForwardPlan) -> tuple[Finding, bool]:
@@ -139,7 +138,7 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
 
 
 def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
-    """Return the log-probabilities (T, V) of one row by transformers' own forward pass."""
+    """Return the log-probabilities (T, V) of a single row by transformers' forward pass."""
     untouched = twin.untouched()
     base, types = base_of(untouched), torch.zeros_like(row)
     for span in spans:
@@ -182,7 +181,7 @@ def packed_logits(
 
 
 def last_logits(model: Any, images: ModelImages, row: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
-    """Return the log-probabilities (V,) after a row whose last token is decoded behind its prefix."""
+    """Return the log-probabilities (V,) after a row whose last token is decoded after its prefix."""
     cache, last = SlotCache(SLOTS, model.dtype, model.device), len(row) - 1
     cache.reserve(len(row))
     (prefix,) = prefill(model, [row[:-1]], images=images.of_prompts([row[:-1]], [spans]))
@@ -197,7 +196,7 @@ def last_logits(model: Any, images: ModelImages, row: Tensor, spans: Sequence[Im
 
 
 def sight(config: Any) -> Sight:
-    """Return the way in which a model sees, measured once on this machine."""
+    """Measure a model's processing of images, once on this machine."""
 
     def measured() -> dict[str, Any]:
         try:

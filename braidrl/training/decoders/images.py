@@ -3,8 +3,8 @@
 spans of a row ──placed──▶ positions (T,) or (T, 3), and for each token its row of the encoded images
 names ──processor──▶ pixels ──vision tower──▶ embeddings (E, D) ──in place of placeholders──▶ decoder
 
-The text part runs with Braid's attention, the tower with transformers' own (SDPA), one image at a time: an image's
-embedding does not depend on what else is in a batch. While the tower is frozen a model keeps what it has encoded.
+The text part runs with Braid's attention, the tower with transformers' SDPA, one image at a time: an image's embedding
+does not depend on the batch. While the tower is frozen a model caches encoded images.
 
 Shapes: T tokens of a sequence, N tokens packed, E tokens of all images of a forward pass, D model width.
 """
@@ -62,7 +62,7 @@ class Placed:
     """Positions of the images in packed sequences."""
 
     positions: Tensor
-    """(N,), or (N, 3) for a rope of three axes; they begin anew in each sequence."""
+    """(N,), or (N, 3) for a rope of three axes; they start at 0 in each sequence."""
     rows: Tensor
     """(N,): for tokens of images the row in the encoded images of `names`, counted from 1."""
     names: tuple[str, ...]
@@ -72,7 +72,7 @@ class Placed:
 
 
 def images_of(model: Any, vision: Vision, kept_mib: float, tower_changes: bool) -> "ModelImages":
-    """Return a model's images, made once: a trainer and an engine that share the model share them too."""
+    """Return a model's images, made once: a trainer and an engine that share the model also share its images."""
     images: ModelImages | None = getattr(model, SEEN, None)
     if images is None:
         images = ModelImages(model, vision, kept_mib * 2**20, tower_changes)
@@ -88,7 +88,7 @@ class ModelImages:
     vision: Vision
     kept_bytes: float
     tower_changes: bool = False
-    """Whether the tower is trained, here or by the trainer whose weights this model gets."""
+    """True if the tower is trained, here or by the trainer that sends weights to this model."""
     encoded_count: int = 0
     """Images that the tower has encoded."""
     _kept: OrderedDict[str, list[Tensor]] = field(default_factory=OrderedDict)
@@ -140,7 +140,7 @@ class ModelImages:
         return replace(packed, per_token=per_token, model_inputs={**packed.model_inputs, IMAGES: placed.names})
 
     def positions(self, ids: Tensor, mask: Tensor, spans: Sequence[ImageSpan]) -> Tensor:
-        """Return the positions of one sequence, (T,) or (T, 3), as the model's own rope counts them.
+        """Return the positions of one sequence, (T,) or (T, 3), as the model's rope counts them.
 
         `spans` are counted from its first token.
         """
@@ -150,7 +150,8 @@ class ModelImages:
         if not spans:
             return torch.arange(len(ids))[:, None].expand(-1, 3)
         grids = torch.cat([self.vision.grid(span.name) for span in spans])
-        # Images that touch count as one there: a token of text between them parts them, and is counted off again.
+        # Adjacent images would count as one there: a text token is inserted between them, and its position is removed
+        # afterwards.
         touching = [span.start for span in spans if span.start and bool(mask[span.start - 1 : span.start + 1].all())]
         first, *others = torch.arange(len(ids)).tensor_split(touching)
         source = torch.cat([first, *(pad(part, (1, 0), value=-1) for part in others)])
@@ -206,14 +207,16 @@ class ModelImages:
             return run_body(self.model, ids, packed.rope_positions, packed.attention(), **options)
 
     def text_ids(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Return ids (N,) for the text part: where each layer has inputs by token (Gemma 4), an image's are padding."""
+        """Return ids (N,) for the text part: if each layer has inputs by token (Gemma 4), those of an image are
+        padding.
+        """
         text = self.model.config.get_text_config()
         if not getattr(text, "hidden_size_per_layer_input", None):
             return ids
         return ids.masked_fill(rows > 0, text.pad_token_id or 0)
 
     def of_prompts(self, prompts: Sequence[Tensor], images: Sequence[Sequence[ImageSpan]]) -> PromptImages | None:
-        """Return the images of packed prompts, given without their last tokens; None if there are none.
+        """Return the images of packed prompts without their last tokens; None if there are none.
 
         Raises UserError for a prompt that ends within an image whose tokens see each other.
         """
@@ -228,7 +231,7 @@ class ModelImages:
         placed = self.placed(torch.cat(list(prompts)), [len(prompt) for prompt in prompts], spans)
 
         def run(model: Any, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-            # Tokens behind the prompts are filler.
+            # Tokens after the prompts are filler.
             filler = ids.shape[1] - begin
             rows = pad(placed.rows, (0, filler)).to(ids.device)
             axes = placed.positions if placed.positions.dim() == 2 else placed.positions[:, None]
@@ -243,7 +246,7 @@ class ModelImages:
 
     @contextmanager
     def seeing(self, rows: Tensor, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Let the model see images in a forward pass of tokens whose `image_rows` are `rows` (N,).
+        """Insert the images into a forward pass of tokens whose `image_rows` are `rows` (N,).
 
         Yields further arguments of the decoder.
         """

@@ -2,13 +2,13 @@
 and decoding.
 
 config ─shrink─▶ twin ─packed, mixers or all by rows─▶ log-probs, gradients ─┬─ equal? ─▶ `ForwardPlan` or refusal
-                   └─ transformers' own attention, each row alone ───────────┘
+                   └─ transformers' attention, each row separately ──────────┘
 
 Plans are found by experiment. The twin first runs fully packed. If a module's output differs from that of single rows
 although its inputs agree, the module mixes tokens outside attention: its class then runs over rows of equal length, and
 the comparison is repeated. If no set of mixers works, the whole decoder runs over rows of equal length with
-transformers' own attention. If results still differ, the model is refused, with the name of the module. A machine keeps
-what it has proven, by configuration, transformers version and code.
+transformers' own attention. If results still differ, the model is refused, with the name of the module. Results are
+cached on the machine, by configuration, transformers version and code.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """One measured property of a model, and the bound up to which it holds."""
+    """One measured property of a model, and its bound."""
 
     name: str
     value: float
@@ -112,7 +112,7 @@ class Finding:
 
     @staticmethod
     def of(name: str, measure: Callable[..., tuple[float, float]], *arguments: Any) -> "Finding":
-        """Call `measure`, which returns a value and its bound; an error counts as a property that does not hold."""
+        """Call `measure`, which returns a value and its bound; an error counts as a failed property."""
         try:
             return Finding(name, *measure(*arguments))
         except FAILURES as error:
@@ -142,7 +142,7 @@ class Twin:
         text = self.config.get_text_config()
         generator = torch.Generator().manual_seed(seed)
         rows = [torch.randint(2, text.vocab_size - 4, (length,), generator=generator) for length in LENGTHS]
-        # Special tokens stand where they do in texts: at the ends, and between turns.
+        # Special tokens are placed as in texts: at the ends, and between turns.
         for number, (row, special) in enumerate(zip(rows, cycle(special_ids(self.config) or [2]), strict=False)):
             row[-1], row[len(row) // 2 if number % 2 else 0] = special, special
         weights = [torch.randn(length - 1, generator=generator) for length in LENGTHS]
@@ -159,7 +159,7 @@ class Twin:
 
     @cached_property
     def own(self) -> Any:
-        """Return the twin as transformers runs it, with its own attention and all settings as they are."""
+        """Return the twin as transformers runs it, with transformers' attention and unchanged settings."""
         model: Any = tiny_model(self._plain, self.seed, attn_implementation="eager")
         return model.to(self.device)
 
@@ -183,8 +183,8 @@ class Twin:
     @cached_property
     @torch.no_grad()
     def bound(self) -> float:
-        """Return the greatest difference of log-probs (nats) that rounding explains: BOUND, or several times the
-        difference of transformers' own in float32 and float64.
+        """Return the greatest difference of log-probs (nats) explained by rounding: BOUND, or several times the
+        difference between transformers in float32 and float64.
         """
         try:
             exact = copy.deepcopy(self.untouched()).double()
@@ -206,9 +206,9 @@ class Twin:
     @cached_property
     @torch.no_grad()
     def decoded(self) -> list[Tensor]:
-        """Return transformers' log-probs of each row's tokens behind its prompt, each after only the tokens before it.
+        """Return transformers' log-probs of each row's tokens after its prompt, each after only the tokens before it.
 
-        Where factors of the rope depend on a row's length, they are those of the row as it stood.
+        If factors of the rope depend on a row's length, they are those for its length at that time.
         """
         if not RopeLengths.of(self.config):
             return [row[prompt - 1 :] for row, prompt in zip(self.alone[0], PROMPTS, strict=True)]
@@ -265,8 +265,9 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def unexercised(config: Any) -> list[str]:
-    """Return the switches of a configuration, on where a type's default is off or the reverse, that change nothing in
-    its twin: the proof says nothing about them.
+    """Return the switches of a configuration that differ from the type's default and change nothing in its twin.
+
+    The proof does not cover them.
     """
     text, unseen = config.get_text_config(), list[str]()
     usual, row = type(text)().to_dict(), torch.arange(2, 2 + max(LENGTHS))[None]
@@ -295,7 +296,7 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     if "shared_kv_states" in parameters_of(type(twin.own).forward):
         raise Refusal("a drafter: it computes with the keys and values of another model")
     row = twin.rows[1]
-    # The same length, so that only the tokens behind the ninth differ.
+    # The same length, so that only the tokens after the ninth differ.
     changed = torch.cat([row[:9], twin.rows[5][9:]])
     with torch.no_grad():
         full, part = (twin.untouched()(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, changed))
@@ -479,7 +480,7 @@ def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> Forwa
 
 
 def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what this machine has measured of a configuration, or measure it and keep it."""
+    """Return this machine's cached measurement of a configuration, or measure and cache it."""
     settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
     # A proof also depends on torch, on transformers, and on all code that trains and decodes.
     versions = transformers.__version__ + torch.__version__ + model_digest(type(config).__module__) + code_digest()
@@ -490,7 +491,7 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
         measurement = kept_measurement(path)
         if measurement is None:
             measurement = measure()
-            # Several processes may prove a model at once.
+            # Several processes may prove a model concurrently.
             with whole_file(path) as unfinished:
                 unfinished.write_text(json.dumps(measurement))
         KNOWN[key] = measurement
@@ -522,8 +523,8 @@ def code_digest() -> str:
 
 @cache
 def model_digest(name: str) -> str:
-    """Return a digest of transformers' files of a model, beside the module of its configuration, and of those that all
-    models share.
+    """Return a digest of transformers' files of a model, the module of its configuration, and those that all models
+    share.
     """
     file = getattr(sys.modules[name], "__file__", None)
     sources = sorted(Path(file).parent.glob("*.py")) if file else []
@@ -533,7 +534,7 @@ def model_digest(name: str) -> str:
 
 
 def proof_device() -> str:
-    """Return CUDA where transformers would use kernels that compute only there, else the CPU."""
+    """Return CUDA if transformers would use kernels that compute only there, otherwise the CPU."""
     return "cuda" if torch.cuda.is_available() and importlib.util.find_spec("fla") else "cpu"
 
 

@@ -1,18 +1,16 @@
-"""The experts that a mixture's routers choose: recorded as an engine generates, and replayed as a trainer computes.
+"""The experts that a mixture's routers choose: recorded while an engine generates, and replayed while a trainer
+computes.
 
-hidden states ──router──▶ scores ──top-k──▶ chosen experts ──▶ Routing.chosen        recorded
-                                   ▲
-               Routing.given ──────╯ in place of the largest scores                  replayed
-
-Engine and trainer round differently, so that their routers choose other experts for some tokens. A replay takes the
-experts from the engine and their weights from the present scores: the router keeps its gradient, also for experts that
-it would not choose now.
+hidden states ──router──▶ scores ──top-k──▶ chosen experts ──▶ Routing.chosen        recorded ▲ Routing.given ──────╯ in
+place of the largest scores                  replayed  Engine and trainer round differently, so that their routers
+choose other experts for some tokens. A replay takes the experts from the engine and their weights from the current
+scores: the router keeps its gradient, even for experts that it would not choose now.
 
 Routers are found by structure: modules of the layers whose forward calls `topk`. Layers are known by their modules, not
 by the order of calls, since the backward pass recomputes them in another order.
 
-Under tensor parallelism a router sees this rank's share of the tokens: it replays its share of the given experts, and
-what was recorded is gathered. A pipeline rank has the routers of its layers.
+Under tensor parallelism a router sees this rank's share of the tokens: it replays its share of the experts, and
+recorded routes are gathered. A pipeline rank has the routers of its layers.
 
 Shapes: N packed tokens, L layers with a router on this rank, M in the whole model, E experts, k experts of a token.
 """
@@ -51,7 +49,7 @@ class Routing:
     given: Tensor | None = None
     """The experts to replay, (N, M, k); None to replay none."""
     is_given: Tensor | None = None
-    """(N,) bool, False for tokens for which the routers choose."""
+    """(N,) bool, False for tokens without experts to replay, for which the routers choose."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """The experts (N, k) that each layer has used."""
     keeps_logits: bool = False
@@ -60,15 +58,15 @@ class Routing:
     changed: dict[int, Tensor] = field(default_factory=dict)
     """The share (N,) of each token's replayed experts that the layer's router would not have chosen."""
     is_sigmoid: bool = False
-    """Whether the scores are the sigmoid of the logits instead of their softmax."""
+    """True if the scores are the sigmoid of the logits instead of their softmax."""
     tokens: int = 0
-    """N, where `mesh` is given."""
+    """N, if `mesh` is set."""
     mesh: DeviceMesh | None = None
     """The tensor ranks, each of which routes an equal share of the tokens; None without them."""
 
     def share(self, values: Tensor, rows: int | None = None) -> Tensor:
-        """Return the values of the tokens that this rank routes, from values (N, ...) of all; a router that sees `rows`
-        tokens may see all of them.
+        """Return the values of the tokens that this rank routes, from values (N, ...) of all; a router that processes
+        `rows` tokens may process all of them.
         """
         if self.mesh is None or rows == self.tokens or len(values) < self.tokens:
             return values
@@ -79,7 +77,7 @@ class Routing:
         return self.of_all_tokens(self.chosen)
 
     def of_all_tokens(self, by_layer: Mapping[int, Tensor]) -> Tensor:
-        """Return what was recorded of each layer as one tensor, (N, L, ...); all tensor ranks call this together."""
+        """Return the recorded values of each layer as one tensor, (N, L, ...); all tensor ranks call this together."""
         local = torch.stack([self.share(by_layer[layer]) for layer in sorted(by_layer)], 1)
         if self.mesh is None:
             return local
@@ -144,9 +142,9 @@ def router_forward(self: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def use_routing(model: Any) -> int:
-    """Prepare a model's routers in place for `routed`; return their number, with those on other ranks.
+    """Prepare a model's routers in place for `routed`; return their number, including those on other ranks.
 
-    Raises UserError for a model without routers, or whose routers do not see packed tokens.
+    Raises UserError for a model without routers, or whose routers do not process packed tokens.
     """
     count = number_routers(model)
     if not count or plan_of_model(model).by_rows:
@@ -162,9 +160,9 @@ def use_routing(model: Any) -> int:
 
 
 def number_routers(model: Any) -> int:
-    """Number the routers of a model whose layers are all there; return their number, 0 for a dense model.
+    """Number the routers of a model with all its layers; return their number, 0 for a dense model.
 
-    A model that is numbered already, and may have lost layers to other pipeline ranks, stays as it is.
+    A model that is already numbered, and may have lost layers to other pipeline ranks, stays unchanged.
     """
     if (numbered := getattr(model, ROUTERS, None)) is not None:
         return int(numbered)
@@ -187,13 +185,13 @@ def routers_of(model: Any) -> list[Any]:
 
 
 def layer_of(router: Any) -> int:
-    """Return a router's number among those of the whole model."""
+    """Return a router's number among those of the full model."""
     return int(getattr(router, LAYER)[0])
 
 
 @cache
 def calls_topk(forward: Any) -> bool:
-    """Return True if a module's own forward selects by `topk`."""
+    """Return True if a module's forward selects by `topk`."""
     try:
         return "topk(" in inspect.getsource(forward)
     except (OSError, TypeError):
@@ -217,6 +215,6 @@ def experts_per_token(model: Any) -> int:
 
 
 def experts_in(config: Any) -> int:
-    """Return the number of experts that a model's configuration names, 0 without any."""
+    """Return the number of experts in a model's configuration; 0 if it has none."""
     config = config.get_text_config()
     return next((int(getattr(config, key)) for key in EXPERTS if getattr(config, key, None)), 0)

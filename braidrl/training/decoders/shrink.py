@@ -141,7 +141,7 @@ def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     shrunk = _shrunk(settings, head_width, _token_ids(settings))
     text, small = settings.get("text_config"), shrunk.get("text_config")
     if isinstance(text, dict) and isinstance(small, dict):
-        # What a tower returns has the width of the text part, where it has so in the original.
+        # A tower's output has the width of the text part if it has in the original.
         for part, original in ((shrunk[name], value) for name, value in settings.items() if name in shrunk):
             for key, value in original.items() if isinstance(original, dict) and part is not small else ():
                 if str(key).endswith("_hidden_size") and value == text.get("hidden_size"):
@@ -174,7 +174,7 @@ def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
 
 
 def special_ids(config: Any) -> list[int]:
-    """Return the ids of the tokens that begin, end and separate texts, as a configuration names them."""
+    """Return the ids of the tokens that begin, end and separate texts, from a configuration."""
     text = config.get_text_config()
     named = [getattr(text, f"{name}_token_id", None) for name in ("bos", "eos", "sep", "cls", "decoder_start")]
     ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
@@ -182,7 +182,7 @@ def special_ids(config: Any) -> list[int]:
 
 
 def is_token(name: Any) -> bool:
-    """Return whether a setting is the id of a special token, or a list of such ids."""
+    """Return True if a setting is the id of a special token, or a list of such ids."""
     return isinstance(name, str) and name.endswith(("token_id", "token_index"))
 
 
@@ -229,7 +229,7 @@ def _shrunk(settings: dict[str, Any], head_width: int, tokens: dict[int, int]) -
         elif re.search(r"soft_?cap", name) and isinstance(value, float) and value > 0:
             shrunk[name] = 1.0  # as small as the tiny model's scores, so that the cap takes effect
         elif name == "initializer_range" and isinstance(value, float):
-            shrunk[name] = 0.02  # wider weights would magnify rounding, and the twin's are random in any case
+            shrunk[name] = 0.02  # wider weights would magnify rounding, and the twin's weights are random
         elif name == "head_dim" and value is None:
             shrunk[name] = head_width
         elif name == "num_attention_heads_per_layer" and isinstance(value, list):
@@ -250,7 +250,7 @@ class _Sizes(NamedTuple):
     keys: int
     head_width: int
     base: int
-    """The original width of a head, or `head_width` if it is not set."""
+    """The original width of a head; `head_width` if it is not set."""
 
     @staticmethod
     def of(settings: dict[str, Any], head_width: int) -> "_Sizes":
@@ -307,7 +307,7 @@ def _attention(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) 
         if isinstance(settings.get("attention_head_dim"), int):
             shrunk["attention_head_dim"] = ratio * sizes.small // sizes.heads
     if isinstance(settings.get("qk_rope_head_dim"), int):
-        # Latent attention, with the widths that vLLM's kernels take where wider heads are asked for.
+        # Latent attention, with the widths that vLLM's kernels support if wider heads are requested.
         rope, rank, plain, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
         shrunk |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
         for name, small in (("qk_nope_head_dim", plain), ("v_head_dim", value), ("q_lora_rank", 24)):
@@ -430,7 +430,7 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, settings: dict[str, An
         kept = list(range(min(total, max(2, min(period, MOST_LAYERS)))))
         for value in _numbered(settings, total).values():
             if not set(value) & set(kept):
-                # A listed layer, at the same place within a period.
+                # A listed layer, at the same position within a period.
                 stand_in = next(n for n in range(len(kept), total) if n % period == value[0] % period)
                 kept = list(range(stand_in + 1))
     if len(kept) < min(2, total):
@@ -484,8 +484,8 @@ def _positions(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) 
 
 
 def _tower(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
-    """Measure a vision tower's windows in pixels, as its patches, and let the last block stand for all that are listed:
-    those with full attention, and those whose outputs later layers of the text part get.
+    """Shrink a vision tower: measure windows in pixels from its patches, and let the last block stand for all listed
+    ones: those with full attention, and those whose outputs later layers of the text part get.
     """
     patch, window = settings.get("patch_size"), settings.get("window_size")
     if isinstance(patch, int) and isinstance(window, int):

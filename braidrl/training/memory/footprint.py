@@ -125,9 +125,9 @@ class Shape:
     chosen_experts: int = 0
     """Experts of a token in a layer."""
     tower: int = 0
-    """Parameters that no text reaches: those of a vision tower, which tensor parallelism replicates."""
+    """Parameters that text does not use: those of a vision tower, which tensor parallelism replicates."""
     is_uniform: bool = True
-    """All layers save the same bytes for the backward pass, so that counting two of them is enough."""
+    """True if all layers save the same bytes for the backward pass, so that counting two of them is enough."""
 
     @property
     def element_bytes(self) -> int:
@@ -220,7 +220,7 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
     with torch.device("meta"):
         try:
             return auto.from_config(copied, dtype=dtype, attn_implementation=ATTENTION)
-        except KeyError:  # a type with classes of its own for each attention that it knows
+        except KeyError:  # a type with a separate class for each attention implementation
             return auto.from_config(copied, dtype=dtype, attn_implementation="eager")
 
 
@@ -266,8 +266,8 @@ def layer_experts(shape: Shape) -> int:
 def working_bytes(
     shape: Shape, layout: ParallelLayout, tokens: int, trained: bool, activations: int = 0, scalar: bool = False
 ) -> dict[str, int]:
-    """Return the bytes, beside the resident ones, of computing a micro-batch, by kind; `activations` are those saved
-    for a backward pass.
+    """Return the bytes, in addition to the resident ones, of computing a micro-batch, by kind; `activations` are those
+    saved for a backward pass.
 
     `shard: full` gathers two layers (one computes while the next is prefetched) and everything outside layers, `shard:
     optimizer` all layers. A `scalar` model has no logits.
@@ -279,7 +279,7 @@ def working_bytes(
         held = beside_layers(shape, layout) + gathered * shape.layer_parameters - experts
         parts["weights gathered"] = held * width // layout.tensor + experts * width // layout.expert
     if layout.expert > 1:
-        # A layer's rows on the way to experts and back, with an even load.
+        # A layer's rows in the all-to-all to experts and back, with an even load.
         share = -(-tokens // (layout.token_ranks * layout.tensor))
         parts["rows of experts"] = 2 * share * shape.chosen_experts * shape.sizes.hidden_size * width
     if layout.pipeline > 1:
@@ -306,8 +306,8 @@ def working_bytes(
 
 
 def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
-    """Count the parameters of embedding, norm and head; in a pipeline, on the first or last rank, whichever has
-    more.
+    """Count the parameters of embedding, norm and head; in a pipeline, the larger count of the first and the
+    last rank.
     """
     both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
     if layout.pipeline == 1:
@@ -407,8 +407,8 @@ def kept_bytes(model: Any, tokens: int, plan: ForwardPlan = PACKED) -> int:
 
 
 def divide_tokens(model: Any, ranks: int) -> None:
-    """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens for
-    all others'.
+    """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens in
+    place of those of other ranks.
     """
 
     def shard(states: Tensor) -> Tensor:

@@ -20,15 +20,15 @@ from braidrl.weights.shards import empty, storages
 
 
 class OffloadableTensors:
-    """A set of tensors that can be offloaded. It is listed again at each move, as optimizer state appears with the
-    first step.
+    """A set of tensors that can be offloaded.
 
-    The next move, in either direction, completes an interrupted one.
+    It is listed again at each move, as optimizer state appears with the first step. The next move, in either direction,
+    completes an interrupted one.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        # By storage id, with the number of bytes: a copy in host memory, or the place in the file. The storage is
+        # By storage id, with the number of bytes: a copy in host memory, or the offset in the file. The storage is
         # referenced so that its id is not reused.
         self._away: dict[int, tuple[UntypedStorage, int, Tensor | int]] = {}
         self._file: IO[bytes] | None = None
@@ -45,11 +45,11 @@ class OffloadableTensors:
                 continue
             kept: Tensor | int
             if storage.is_cuda:
-                # The device memory may be reused at once, as the stream orders the copy.
+                # The device memory may be reused immediately, as the stream orders the copy.
                 kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 kept.copy_(bytes_of(storage), non_blocking=True)
             else:
-                # In TMPDIR; the file disappears with this process however it ends.
+                # In TMPDIR; the file disappears with this process whether or not it fails.
                 self._file = self._file or tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
                 kept = os.fstat(self._file.fileno()).st_size
                 try:

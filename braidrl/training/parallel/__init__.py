@@ -1,3 +1,3 @@
 """Parallel layouts of one role: `layouts` lays ranks out and shards a model, with the axes `tensor`, `sequence` and
-`pipeline` in files of their own.
+`pipeline` in separate files.
 """

@@ -4,8 +4,8 @@ rank 0   its tokens, by chosen expert ╮              ╭ rows of experts 0, 1 
 rank 1   its tokens, by chosen expert ┴─ all-to-all ─┴ rows of experts 2, 3 ──up, gate, down──┴─ all-to-all ─┴ sums
 
 All ranks of a pipeline stage compute different tokens in a block of experts: along `data` those of other rows, along
-`sequence`, `context` and `tensor` other tokens of the same rows. The `expert` axis takes neighbors among them, whatever
-axes they belong to; ranks along `copies` have the same experts, and sum their gradients.
+`sequence`, `context` and `tensor` other tokens of the same rows. The `expert` axis takes neighbors among them,
+regardless of their axes; ranks along `copies` have the same experts, and sum their gradients.
 
 A rank's gradient of its experts is the sum over the tokens of all ranks of its group: they came to it. It is neither
 averaged nor multiplied. The router is replicated and computes local tokens.
@@ -52,7 +52,7 @@ def own_experts(model: nn.Module, rank: int, ranks: int) -> dict[str, Box]:
 
 
 def is_of_experts(parameter: Tensor) -> bool:
-    """Return whether a parameter is sharded by experts."""
+    """Return True if a parameter is sharded by experts."""
     return isinstance(parameter, DTensor) and EXPERT in (parameter.device_mesh.mesh_dim_names or ())
 
 
@@ -68,10 +68,10 @@ def check_experts(experts: int | None, ranks: int, key: str = "trainer.layout") 
 
 
 def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[Any]:
-    """Keep a rank's experts of a layer in place, and have them exchange tokens; return their modules.
+    """Keep a rank's experts of a layer in place, and make them exchange tokens; return their modules.
 
-    The layer may hold these experts alone already. `mesh` has the dimension `expert` alone. Raises UserError for
-    experts that transformers computes one by one.
+    The layer may already hold only these experts. `mesh` has only the dimension `expert`. Raises UserError for experts
+    that transformers computes separately.
     """
     modules = experts_of(layer)
     for module in modules:
@@ -100,7 +100,7 @@ def stacked_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Param
 
 
 class LocalExperts:
-    """A module's experts of this rank alone, with plain tensors, as functions of experts read them."""
+    """This rank's experts of a module, with plain tensors, for functions of experts."""
 
     def __init__(self, module: Any, count: int) -> None:
         self._module, self.num_experts = module, count

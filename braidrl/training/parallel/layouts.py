@@ -8,7 +8,7 @@ matrices    left half   right half      left half   right half        `tensor_pa
 tokens      all, or with sequence or context > 1 a share              `predict_own_tokens`
             between matrices, half of these on each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
-experts     all, or with expert > 1 those of its place among neighbors       `experts.shard_experts`
+experts     all, or with expert > 1 those of its index among neighbors       `experts.shard_experts`
 
 The ranks of one replica compute the same rows: each contributes its own rows. In a layout with data parallelism alone,
 each rank has a replica, and ranks exchange only gradients.
@@ -55,15 +55,15 @@ class DataParallel(Ranks):
     """The ranks of one role in their layout, which `apply_layout` makes; without one, each rank has a full replica."""
 
     is_reporting_rank: bool = True
-    """Whether this rank reports its replica's losses and metrics; one rank per replica does."""
+    """True if this rank reports its replica's losses and metrics; one rank per replica does."""
     is_first_of_stage: bool = True
-    """Whether this rank reports what is of the layers of its pipeline stage; one rank per stage of a replica does."""
+    """True if this rank reports the metrics of its pipeline stage's layers; one rank per stage of a replica does."""
     forward_is_collective: bool = False
-    """Whether a rank without rows must still join the forward passes of the others."""
+    """True if a rank without rows must still join the forward passes of the others."""
     has_predictions: bool = True
-    """Whether this rank holds the model's last layer and computes predictions."""
+    """True if this rank holds the model's last layer and computes predictions."""
     is_sharded: bool = False
-    """Whether no rank holds the full model."""
+    """True if no rank holds the full model."""
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     mesh: DeviceMesh | None = None
     """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens.
@@ -89,7 +89,7 @@ class DataParallel(Ranks):
     partial_gradients: list[Tensor] = field(default_factory=list)
     """Parameters replicated along `tensor` whose local gradient is a partial sum."""
     uses_fsdp: bool = False
-    """Whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
+    """True if FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
         """Shard a model in place, which may be on the meta device until `read_parameters`; return the function to call
@@ -108,7 +108,7 @@ class DataParallel(Ranks):
         nodes = ("node",) if self.layout.nodes > 1 else ()
         rows_mesh = tokens_mesh = self.mesh[(*nodes, "shard")]
         if plan:
-            # The ranks that compute different tokens: the tensor ranks, and with FSDP ranks with other rows too.
+            # The ranks that compute different tokens: the tensor ranks, and with FSDP also ranks with other rows.
             assert self.token_mesh is not None
             tokens_mesh = self.token_mesh[(*nodes, "tokens")] if self.uses_fsdp else self.mesh["tensor"]
         experts = self.expert_mesh
@@ -157,7 +157,7 @@ class DataParallel(Ranks):
         dtype = next(module.parameters()).dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
         keep = self.layout.shard == "optimizer"
-        # Without `shard` experts are whole on their ranks also where tensor ranks shard the block around them.
+        # Without `shard` ranks hold their experts in full even if tensor ranks shard the block around them.
         experts = set() if self.uses_fsdp else {p for p in module.parameters() if is_of_experts(p)}
         fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy, ignored_params=experts)
         module.set_force_sum_reduction_for_comms(True)
@@ -171,7 +171,7 @@ class DataParallel(Ranks):
                 module.reshard()
 
     def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
-        """Gather the rows of all ranks of this replica; return them and the slice of this rank's own rows."""
+        """Gather the rows of all ranks of this replica; return them and the slice of this rank's rows."""
         if self.layout.ranks_per_replica == 1:
             return rows, slice(0, len(rows))
         assert self.replica_group is not None
@@ -182,7 +182,7 @@ class DataParallel(Ranks):
         return Rows.cat(filled) if filled else rows, slice(before, before + len(rows))
 
     def num_micro_batches(self, micro_batches: int) -> int:
-        """Return the number of micro-batches to run, equal on all ranks; a rank pads its own with empty ones."""
+        """Return the number of micro-batches to run, equal on all ranks; a rank adds empty ones up to it."""
         if self.uses_fsdp or self.expert_mesh is not None:
             most = torch.tensor(micro_batches)
             with self.meeting("the number of micro-batches"):
@@ -222,8 +222,8 @@ class DataParallel(Ranks):
     ) -> Iterator[tuple[list[str], Tensor]]:
         """Yield each tensor of the model with its names; `materialize` builds it from its local form.
 
-        All ranks of a sharded model call this at the same time. Each pipeline rank broadcasts its own; tied tensors may
-        appear twice.
+        All ranks of a sharded model call this at the same time. Each pipeline rank broadcasts its tensors; tied tensors
+        may appear twice.
         """
         if self.pipeline is None:
             for names, tensor in by_tensor(named):
@@ -286,7 +286,7 @@ class DataParallel(Ranks):
 
 
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
-    """Return this rank's view of a layout; all ranks call this at once.
+    """Return this rank's view of a layout; all ranks call this together.
 
     Raises UserError if it does not fit the number of ranks.
     """

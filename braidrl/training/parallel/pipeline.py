@@ -5,7 +5,7 @@ rank 1    layers n..2n, norm, head           F0 B0    F1 B1    F2 B2    F3 B3
 
 The schedule is torch's. All messages of a run have one shape, so micro-batches are padded to the longest. The schedule
 allocates buffers for all micro-batches, so a run has at most `RUN` of them per pipeline rank. A rank holds
-transformers' own model with `PassThrough` in place of other ranks' layers.
+transformers' model with `PassThrough` in place of other ranks' layers.
 """
 
 from collections.abc import Sequence
@@ -54,10 +54,10 @@ class Pipeline:
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        """Run micro-batches as `DataParallel.run_micro_batches`; the last pipeline rank calls `on_prediction`, and each
-        that predicts more than hidden states.
+        """Run micro-batches as `DataParallel.run_micro_batches`.
 
-        All pipeline ranks call this at the same time with the same micro-batches, at least one per rank.
+        The last pipeline rank calls `on_prediction`, as does each rank that predicts more than hidden states. All
+        pipeline ranks call this at the same time with the same micro-batches, at least one per rank.
         """
         rank, size, train = self.group.rank(), self.group.size(), torch.is_grad_enabled()
 
@@ -124,7 +124,9 @@ class PassThrough(nn.Module):
 
 
 class Nothing(nn.Module):
-    """A placeholder for what only the first pipeline rank has beside the embedded tokens: learned positions, towers."""
+    """A placeholder for modules that only the first pipeline rank has besides the embedding: learned positions,
+    towers.
+    """
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(1)
@@ -175,11 +177,11 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Return whether embedding and output layer share their weight."""
+    """Return True if embedding and output layer share their weight."""
     output, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     return isinstance(output, nn.Linear) and isinstance(tokens, nn.Embedding) and output.weight is tokens.weight
 
 
 def local_layers(model: Any) -> list[nn.Module]:
-    """Return the decoder layers that this rank holds."""
+    """Return this rank's decoder layers."""
     return [layer for layer in body_of(model).layers if not isinstance(layer, PassThrough)]

@@ -105,7 +105,7 @@ class ShardedAttention(AttentionContext):
             begin, end = max(start, first), min(start + length, first + len(queries))
             for low in range(begin, end, QUERIES):
                 high = min(low + QUERIES, end)
-                # Later keys, except those of the same image, and those before the window, are seen by no query.
+                # No query sees keys before the window, or later keys except those of the same image.
                 oldest = start if scores.window is None else max(start, low - scores.window + 1)
                 newest = high if self.sequences.blocks is None else start + length
                 block = partial(self._attend_to_block, scores, start, low, oldest)
@@ -161,7 +161,7 @@ class ShardedAttention(AttentionContext):
         tokens, longest first.
 
         Returns this rank's sequences, with one filler token if it has none; the local tokens (n,) sorted by receiver;
-        the place of each local token in that order; the numbers of tokens for each rank and from each rank.
+        the position of each local token in that order; the numbers of tokens for each rank and from each rank.
         """
         assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
         lengths, device, rank = self.sequences.lengths, self.sequences.offsets.device, self.groups.tokens.rank()
@@ -187,7 +187,7 @@ def predict_own_tokens(
     """Call `predict` on this rank's share of the tokens; all token ranks call this with the same rows.
 
     Tokens are padded to a `multiple` of the number of ranks. Every rank gets the predictions of all tokens, and the
-    hidden states of its own.
+    hidden states of its tokens.
     """
     packed = packed.padded(-(-len(packed.input_ids) // multiple) * multiple)
     group = groups.tokens

@@ -5,7 +5,7 @@ rank 0    tokens 0..n   ╮  all tokens ───── its columns ─── al
 rank 1    tokens n..2n  ┴  all tokens ───── its columns ─── all tokens, part of the sum ┴  tokens n..2n
                     gathered                                              summed and scattered
 
-The plan is the model's own (`base_model_tp_plan` of transformers). Between a layer's blocks (attention, MLP), tokens
+The plan comes from the model (`base_model_tp_plan` of transformers). Between a layer's blocks (attention, MLP), tokens
 are sharded as in Megatron's sequence parallelism: one rank computes, and saves for the backward pass, the norms and
 residuals of each token. Within a block every plain tensor has all tokens, and its gradient on a rank is a part of the
 sum over ranks: for this rank's columns, heads or tokens. So the gradient of a replicated weight is also summed over
@@ -13,7 +13,7 @@ ranks.
 
     matrices    column-wise and row-wise products; where heads cannot be split, the ranks gather the outputs of columns
     attention   that the plan does not split: every rank computes all tokens
-    experts     each rank computes its own tokens with all experts
+    experts     each rank computes its tokens with all experts
 
 The weights of the last two are sharded too: FSDP2 gathers them, over the tensor ranks, while a block computes.
 
@@ -62,9 +62,10 @@ ROWS = ("rowwise", "rowwise_split_input")
 
 
 class Replicated(torch.autograd.Function):
-    """A tensor that all ranks have, as a DTensor; the gradient of a rank stays its summand.
+    """A replicated tensor as a DTensor; the gradient of a rank stays a partial sum.
 
-    `DTensor.from_local` would all-reduce the gradient here, for each product of a block; torch 2.11 gives no choice.
+    `DTensor.from_local` would all-reduce the gradient here, for each product of a block; torch 2.11 has no option
+    against that.
     """
 
     @staticmethod
@@ -124,13 +125,15 @@ def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LayerBlock:
-    """A part of a layer, such as attention or an MLP: a module that no list holds."""
+    """A part of a layer, such as attention or an MLP: a module that is not in a list."""
 
     name: str
     products: dict[str, str]
     """The style of each matrix; without any, FSDP shards the block's weights over the tensor ranks."""
     gathers: dict[str, bool]
-    """The modules whose input is gathered, each with whether its output has all tokens, and this rank's are taken."""
+    """The modules whose input is gathered, each with True if its output has all tokens, of which this rank's are
+    taken.
+    """
 
 
 def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[LayerBlock]:
@@ -193,13 +196,13 @@ def parallelize_layer(
             if hasattr(part, LAYER_NUMBER):
                 setattr(part, HEADS_RANK, mesh.get_local_rank())
         if not block.products:
-            # FSDP must not be given a view, which the layer may change in place.
+            # FSDP must not get a view, which the layer may change in place.
             module.register_forward_hook(lambda _, __, output: tree_map(copy_of_view, output))
             shard(module)
 
 
 def copy_of_view(leaf: Any) -> Any:
-    """Return a copy of a tensor that is a view; anything else as it is."""
+    """Return a copy of a tensor that is a view; any other value unchanged."""
     return leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf
 
 

@@ -1,13 +1,13 @@
-"""Checkpoints of a role's worker: a plain Hugging Face directory with the optimizer's tensors beside it.
+"""Checkpoints of a role's worker: a plain Hugging Face directory that also has the optimizer's tensors.
 
     actor/  config.json  model.safetensors  tokenizer.json        full tensors in every layout, adapters merged
             adapter/                                              adapters in peft's format, if only these are trained
             optimizer.safetensors                                 master copies and moments, by the parameter's number
             digests.json                                          until the run's manifest has them
 
-Where ranks shard the model, they write together: each file, of about a GiB, is written and hashed by one rank, and no
-rank has more of the others' tensors than a round of a transfer. Large sets are several files with an index, as on the
-hub. A rank reads its own blocks, in any layout.
+Where ranks shard the model, they write together: each file, of about a GiB, is written and hashed by one rank, and a
+rank buffers at most one transfer round of other ranks' tensors. Large sets are several files with an index, as on the
+hub. A rank reads its blocks, in any layout.
 """
 
 import shutil
@@ -66,7 +66,7 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
 
 
 def side_files(model: Any, path: Path) -> dict[str, bytes]:
-    """Return the files of a Hugging Face directory besides weights, by name; those that transformers refuses are
+    """Return the files of a Hugging Face directory besides weights, by name; files that transformers refuses are
     copied, with a warning.
     """
     generation: Any = model.generation_config if model.can_generate() else None
@@ -159,7 +159,7 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
 
 
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor whose sharding a state tensor follows: its parameter, or itself for scalars and replicated
+    """Return the tensor whose sharding a state tensor has: its parameter, or itself for scalars and replicated
     state.
     """
     number, _, name = key.partition(".")

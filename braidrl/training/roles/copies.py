@@ -1,10 +1,10 @@
-"""Copies of a role's weights: to infer in another layout, and to roles that follow another one (target network, EMA).
+"""Copies of a role's weights: to infer in another layout, and to EMA or target-network copies.
 
 training layout   step ─ step ──────────── step ─
                               ╲ moves            ╲     block by block, if the weights have changed when the copy is used
 another layout                 infer ─ infer      infer
 
-A role that follows another one has own = decay · own + (1 - decay) · source.
+An EMA copy becomes decay · copy + (1 - decay) · source.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,16 @@ from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
 
 
 def copy_within(worker: ShardedBackend, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
-    """Plan a copy of a worker's weights on its own ranks; `divided`: the second model is sharded."""
+    """Plan a copy of a worker's weights on the same ranks; `divided`: the second model is sharded."""
     # If each rank holds both models in full, no communication is needed.
     meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
     return LayoutCopy(worker.weights, target, meet, limit_bytes)
 
 
 class RoleCopy:
-    """A worker without an optimizer that takes another worker's weights on the same ranks; their layouts may differ."""
+    """A worker without an optimizer that receives another worker's weights on the same ranks; their layouts may
+    differ.
+    """
 
     def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
         """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
@@ -39,14 +41,16 @@ class RoleCopy:
         self._weight_updates = source.weight_updates
 
     def refresh(self) -> TransferVolume | None:
-        """Copy the source's weights if they have changed, else return None; all ranks call this at the same time."""
+        """Copy the source's weights if they have changed, otherwise return None; all ranks call this at the same
+        time.
+        """
         if self._weight_updates == self.source.weight_updates:
             return None
         self._weight_updates = self.source.weight_updates
         return self.copy.refresh()
 
     def move(self, decay: float) -> None:
-        """Set weights to decay · own + (1 - decay) · source; all ranks call this at the same time."""
+        """Set weights to decay · weights + (1 - decay) · source; all ranks call this at the same time."""
         self.worker.weight_updates += 1
         self.copy.refresh(keep=decay)
 

@@ -124,7 +124,7 @@ class RoleWorker(ShardedBackend):
         """Metrics of the last optimizer step by name."""
         # Before pipeline ranks drop layers.
         number_routers(self.model)
-        # All pipeline ranks but the last pass hidden states on.
+        # All pipeline ranks except the last forward hidden states.
         predict = self.predict if self.ranks.has_predictions else self.pass_on
         reader = ParameterReader(self.path, self.model, self.ranks.expert_boxes(self.model), files)
         self.compute = self.ranks.parallelize(self.model, predict, reader)
@@ -173,7 +173,7 @@ class RoleWorker(ShardedBackend):
         return load_decoder(folder, self.dtype, on_meta=on_meta)
 
     def routing(self, packed: Packed, is_watched: bool, records: bool = False) -> Routing | None:
-        """Return the routing of a forward pass that replays or records routes, or whose routers are watched, else
+        """Return the routing of a forward pass that replays or records routes, or whose routers are watched, otherwise
         None.
         """
         routes = packed.per_token.get(ROUTED_EXPERTS)
@@ -203,7 +203,7 @@ class RoleWorker(ShardedBackend):
     def pass_on(
         self, packed: Packed, objective: Objective | Likelihood | None = None, records: bool = False
     ) -> dict[str, Tensor]:
-        """Compute hidden states for the next pipeline rank, and what is asked of this rank's routers."""
+        """Compute hidden states for the next pipeline rank, and the requested outputs of this rank's routers."""
         routing = self.routing(packed, objective is not None and self.balance is not None, records)
         hidden = self.hidden_states(packed, routing)[None]
         return {HIDDEN: hidden, **self.of_routers(routing, packed, records)}
@@ -252,7 +252,7 @@ class RoleWorker(ShardedBackend):
 
     @cached_property
     def images(self) -> ModelImages:
-        """Return the model's encoded images. Raises UserError for a model that sees none."""
+        """Return the model's encoded images. Raises UserError for a text-only model."""
         assert self.vision is not None, f"{self.role} sees no images"
         return images_of(self.model, self.vision, self.config.data.images.kept_mib, self.trains_vision)
 
@@ -270,8 +270,7 @@ class RoleWorker(ShardedBackend):
 
         With `whole_groups` a micro-batch holds complete groups. If rows `may_share`, each shared prompt is packed once.
         """
-        # Decided for all rows: a part that saves little alone would without sharing be over the limit that it was
-        # planned for.
+        # Decided for all rows: a part that saves little by sharing would exceed its planned limit without it.
         plan, shares = list[list[int]](), may_share and self.shares_prompts(rows)
         if shares and not whole_groups:
             plan = plan_shared(rows, self.max_tokens, self.rope_lengths)
@@ -295,12 +294,14 @@ class RoleWorker(ShardedBackend):
         return self._forward(name, rows, advance)[0]
 
     def forward_with_routes(self, rows: Rows, advance: Advance | None = None) -> tuple[Ragged, Ragged]:
-        """Return `log_probs`, and the experts (layers, k) of each token of a row but its last."""
+        """Return `log_probs`, and the experts (layers, k) of each token of a row except its last."""
         return self._forward("log_probs", rows, advance, records=True)
 
     @torch.no_grad()
     def _forward(self, name: str, rows: Rows, advance: Advance | None, records: bool = False) -> tuple[Ragged, Ragged]:
-        """Return `forward`'s values, and with `records` the experts of all tokens but each row's last, else no rows."""
+        """Return `forward`'s values, and with `records` the experts of all tokens except each row's last, otherwise no
+        rows.
+        """
         rows, rows_of_rank = self.ranks.gather_rows(rows)
         batches = self.micro_batches(rows, may_share=not records)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
@@ -397,7 +398,7 @@ class RoleWorker(ShardedBackend):
 
     @property
     def shared_model(self) -> Any:
-        """Return the model, with its adapters, if an engine of this process may share it, else None."""
+        """Return the model, with its adapters, if an engine of this process may share it, otherwise None."""
         return None if self.ranks.is_sharded or merges_adapters(self.lora, self.config) else self.model
 
     def full_state_dict(self, gather: bool = True) -> dict[str, Tensor]:
@@ -409,7 +410,7 @@ class RoleWorker(ShardedBackend):
         """
         self.ranks.reshard(self.model)
         named = lora.plain_names(self.model, self.model.state_dict(keep_vars=True))
-        # Whether the module's parameters are the role's full weights.
+        # True if the module's parameters are the role's full weights.
         is_full = self.lora is None and not self.ranks.is_sharded
         tensors: dict[str, Tensor] = {}
         for names, tensor in self.ranks.full_tensors(named, lora.merged):
@@ -469,7 +470,7 @@ class RoleWorker(ShardedBackend):
                 f"{self.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with "
                 "a lower trainer.learning_rate or with trainer.max_grad_norm"
             )
-        # Weights that transformers converts by more than names and slices are converted by it, from full tensors.
+        # transformers converts weights that need more than names and slices, from full tensors.
         full = {**self.full_state_dict(gather=write), **beside} if sets["model"] is None else {}
         written = {stem: parts for stem, parts in sets.items() if parts is not None}
         if copy:
