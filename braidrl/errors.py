@@ -59,7 +59,7 @@ class LostProcess(WorkerError):
     """True if the budget of repairs has paid for this loss."""
     stage: str = ""
     rows: Sequence[tuple[int, int, int]] = ()
-    """The stage and the rows that it had in work, if they are known."""
+    """The stage and rows that it was working on, if known."""
 
 
 class LostPeers(RuntimeError):
@@ -97,8 +97,8 @@ FULL = {
 
 
 def no_room(error: BaseException, run: Path | str = "") -> str:
-    """Return a message for an error caused by a full disk or a quota, with `run` to resume; empty text for any other
-    error.
+    """Return a message for an error caused by a full disk or a quota, with `run` to resume; empty text for other
+    errors.
     """
     for cause in causes(error):
         # The text of `shutil.copytree` is a list of (source, target, error).
@@ -111,8 +111,8 @@ def no_room(error: BaseException, run: Path | str = "") -> str:
 
 
 def limit_reached(error: BaseException) -> str:
-    """Return a message for an error caused by a resource limit of this process; empty text for any other."""
-    # oneDNN says no more than this, also of primitives that it does not have.
+    """Return a message for an error caused by a resource limit of this process; empty text for other errors."""
+    # oneDNN reports only this, even for unsupported primitives.
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     for cause in causes(error):
         no_memory = isinstance(cause, MemoryError) or (limited and "could not create a primitive" in str(cause))
@@ -124,7 +124,7 @@ def limit_reached(error: BaseException) -> str:
 
 @contextmanager
 def located(location: str) -> Iterator[None]:
-    """Put a place before the message of any UserError."""
+    """Prefix the message of any UserError with a location."""
     try:
         yield
     except UserError as error:

@@ -32,7 +32,7 @@ transformers.
 
 @dataclass(frozen=True)
 class PluginRegistry:
-    """The plug-ins of one kind: built-in ones, and users' own."""
+    """The plug-ins of one kind: built-in ones, and users' ones."""
 
     kind: str
     """Name of the kind in messages, as in `rollout engine`."""
@@ -50,7 +50,7 @@ class PluginRegistry:
         return import_function(self.place(name), self.type)
 
     def make(self, name: str, *arguments: Any, **settings: Any) -> Any:
-        """Call the plug-in `name`, and return the object. Raises UserError if this lacks a method."""
+        """Call the plug-in `name`, and return the object. Raises UserError if it lacks a method."""
         plugin = self.find(name)(*arguments, **settings)
         self.check_methods(name, plugin)
         return plugin
@@ -67,11 +67,11 @@ class PluginRegistry:
             raise UserError(f"{name} is no {self.kind}: it lacks {' and '.join(lacking)}")
 
     def check(self, name: str, load: bool = True, settings: Iterable[str] = ()) -> None:
-        """Raise UserError for an unknown name, and for a user's own plug-in that cannot be called with `settings` or
-        lacks a method.
+        """Raise UserError for an unknown name, and for a user's plug-in that cannot be called with `settings` or lacks
+        a method.
 
-        Built-in ones are not imported: only another process may have their packages. Without `load` a user's own is not
-        either.
+        Built-in ones are not imported: only another process may have their packages. Without `load` a user's plug-in is
+        not imported either.
         """
         path = self.place(name)
         if not load or name in self.built_in:
@@ -117,7 +117,7 @@ def check_call(name: str, function: Callable[..., Any], *positional: str, settin
 
 
 def check_settings(name: str, function: Callable[..., Any], settings: Iterable[str]) -> None:
-    """Raise UserError, with the most similar one, for a setting that is no parameter of a function after its first
+    """Raise UserError, with the most similar name, for a setting that is not a parameter of a function after its first
     one.
     """
     parameters = list(inspect.signature(function).parameters.values())[1:]
@@ -128,8 +128,8 @@ def check_settings(name: str, function: Callable[..., Any], settings: Iterable[s
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package without importing it, else `not installed`."""
-    import importlib.metadata  # Only here: it takes as long as all of the rest of this module.
+    """Return the version of an installed package without importing it, otherwise `not installed`."""
+    import importlib.metadata  # Imported here: it takes as long as the rest of this module.
 
     try:
         return importlib.metadata.version(package)
@@ -173,7 +173,7 @@ def relative_to(folder: Path, name: str) -> str:
     if name.startswith("verifiers:"):
         return "verifiers:" + relative_to(folder, name.removeprefix("verifiers:") + ":").removesuffix(":")
     if name.startswith("mcp:") and not name.startswith(("mcp:http://", "mcp:https://")):
-        with suppress(ValueError):  # quotes that do not end are refused where the server starts
+        with suppress(ValueError):  # unbalanced quotes are refused when the server starts
             words = shlex.split(name.removeprefix("mcp:"))
             files = {word for word in words if word.endswith(".py") and (folder / word).is_file()}
             absolute = [str((folder / word).resolve()) if word in files else word for word in words]

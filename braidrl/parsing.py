@@ -83,7 +83,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def what_is_wrong(kind: str, error: ValueError) -> str:
-    """Return the rest of a message "FILE is ..." about a text that could not be parsed."""
+    """Return the end of a message "FILE is ..." about a text that could not be parsed."""
     return str(error) if isinstance(error, NotUtf8) else f"not {kind}: {error}"
 
 

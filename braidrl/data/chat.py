@@ -132,16 +132,16 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content; an image is written `<image>`."""
+    """Return the text of a message's content; an image becomes `<image>`."""
     if isinstance(content, str):
         return content
     return "".join(str(part.get("text", "<image>")) for part in content)
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools in a value: an object or a list of objects, each or all of them possibly JSON text.
+    """Return the tools in a value: an object or a list of objects, the list and each object possibly as JSON text.
 
-    Null gives an empty list, anything else None.
+    Null gives an empty list, any other value None.
     """
     try:
         value = parse_json(value) if isinstance(value, str) and value.strip() else value
@@ -158,9 +158,9 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def template_arguments(value: Any) -> dict[str, Any]:
-    """Return arguments of a chat template: an object, or its JSON as text; nothing for null.
+    """Return arguments of a chat template: an object, or its JSON as text; empty for null.
 
-    Raises UserError for anything else, and for names that are not the template's to read.
+    Raises UserError for other values, and for names that are reserved by the template.
     """
     if isinstance(value, str):
         try:
@@ -176,8 +176,9 @@ def template_arguments(value: Any) -> dict[str, Any]:
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Return whether an assistant's message is trained; by default it is. Raises UserError for other weights than 0 and
-    1.
+    """Return True if an assistant's message is trained, the default.
+
+    Raises UserError for weights other than 0 and 1.
     """
     marks = {name: message[name] for name in TRAINED if message.get(name) is not None}
     for name, value in marks.items():
@@ -205,7 +206,7 @@ def check_template(tokenizer: Any) -> None:
     conversations, or ends its process.
 
     It is compiled and rendered in a fork of this process with limits, because a template can allocate any amount of
-    memory at once.
+    memory.
     """
     template = tokenizer.chat_template
     if not template:
@@ -240,8 +241,8 @@ def check_template(tokenizer: Any) -> None:
 
 
 def remove_slow_filters() -> None:
-    """Remove filters of Jinja's that no chat template needs and no limit of time ends; a template that names one is
-    refused by Jinja.
+    """Remove Jinja filters that chat templates do not need and that time limits cannot interrupt; Jinja then refuses a
+    template that uses one.
     """
     from jinja2.filters import FILTERS
 
@@ -290,7 +291,7 @@ class RenderingWatch:
     _process = 0
 
     def __enter__(self) -> None:
-        # A fork has no threads of its parent, and its lock may be held by one of these.
+        # A fork has none of its parent's threads, and one of these may hold the lock.
         if self._process != os.getpid():
             self._lock, self._process = threading.Lock(), os.getpid()
             self._until, self._ended = dict[int, float](), set[int]()
@@ -351,8 +352,8 @@ def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the special tokens by id: the named ones, and added ones marked as special, as Gemma 3 and Phi 3 have the
-    end of a turn.
+    """Return the special tokens by id: the named ones, and added tokens marked as special, such as the end of a turn in
+    Gemma 3 and Phi 3.
     """
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     added = getattr(tokenizer, "added_tokens_decoder", {})

@@ -96,7 +96,7 @@ def encode(rows: Rows) -> list[Frame]:
             raise CodecError(f"column {name!r} is {dtype}, which does not travel; use one of {', '.join(DTYPES)}")
         headers.append(ColumnHeader(name, kind, dtype, tuple(tensor.shape)))
         for part in (column.offsets, tensor) if isinstance(column, Ragged) else (tensor,):
-            # numpy knows no bfloat16: the values pass as plain bytes.
+            # numpy has no bfloat16: the values are sent as plain bytes.
             frames.append(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     packed = pack_message([len(rows), headers])
     return [MARK + zlib.crc32(packed).to_bytes(4, "little") + packed, *frames]

@@ -2,7 +2,7 @@
 
 record of the data set ──function──▶ {prompt, answer, ...}, or a text with the reason to skip the record
 
-KNOWN maps repositories of the hub to conversions, which are used if a source names no other one.
+KNOWN maps repositories of the hub to conversions, which are used unless a source names another.
 """
 
 import re
@@ -70,7 +70,7 @@ def gsm8k(record: Record) -> Record | str:
 
 
 def math(record: Record) -> Record | str:
-    """Convert MATH (Hendrycks et al., and MATH-500): `problem`, `level`, and `answer` or else the last box of
+    """Convert MATH (Hendrycks et al., and MATH-500): `problem`, `level`, and `answer` or otherwise the last box of
     `solution`.
     """
     answer = record.get("answer") or last_boxed(record["solution"])

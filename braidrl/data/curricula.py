@@ -1,4 +1,4 @@
-"""Curricula: which prompts of a source come next, by the success measured on its prompts so far.
+"""Curricula: choose a source's next prompts by the measured success on its prompts.
 
 iteration k ends ──measure──▶ share of right rows of each group ──▶ moving averages of each unit
 batch k + 1 + max_staleness opens ──begin──▶ function(Measured) ──▶ weight of each unit ──▶ the batch's examples
@@ -50,14 +50,14 @@ def bands(measured: Measured, *, low: float = 0.2, high: float = 0.8, elsewhere:
 
 
 def gaussian(measured: Measured, *, target: float = 0.5, width: float = 0.2, least: float = 0.02) -> np.ndarray:
-    """Return exp(-(rate - target)² / 2 width²), at least `least`; a unit that was not measured yet is at the target."""
+    """Return exp(-(rate - target)² / 2 width²), at least `least`; an unmeasured unit is at the target."""
     rate = np.where(np.isnan(measured.rate), target, measured.rate)
     return np.maximum(np.exp(-0.5 * ((rate - target) / width) ** 2), least)
 
 
 def progress(measured: Measured, *, least: float = 0.1) -> np.ndarray:
-    """Return the learning progress relative to the largest, at least `least`; 1 for what was not measured yet
-    (Matiisen et al. 2017, teacher-student curriculum).
+    """Return the learning progress relative to the largest, at least `least`; 1 for unmeasured units (Matiisen et al.
+    2017, teacher-student curriculum).
     """
     largest = measured.progress.max(initial=0.0)
     relative = measured.progress / largest if largest > 0 else np.ones(len(measured.progress))
@@ -70,14 +70,16 @@ CURRICULA = PluginRegistry(
 
 
 class Units(NamedTuple):
-    """The units of one source: `names` (U,) and the unit of each example, (N,) int64; without names each is one."""
+    """The units of one source: `names` (U,) and the unit of each example, (N,) int64; without names each example is a
+    unit.
+    """
 
     names: tuple[str, ...]
     of_example: np.ndarray
 
 
 def units_of(config: Config, sources: Sequence[LoadedSource]) -> list[Units]:
-    """Return the units of each source; without a curriculum an example is one, and nothing is read.
+    """Return the units of each source; without a curriculum each example is a unit, and no data is read.
 
     Raises UserError if an example lacks the field of `by`.
     """
@@ -108,7 +110,9 @@ def curriculum_of(config: Config, units: Sequence[Units]) -> "Curriculum | None"
 
 
 def check_curriculum(config: Config, written: Collection[str]) -> None:
-    """Raise UserError for an unknown curriculum, a wrong setting, and a flow that does not write what it measures."""
+    """Raise UserError for an unknown curriculum, a wrong setting, or a flow that does not write the measured
+    columns.
+    """
     if config.data.curriculum is None:
         return
     if not {"score", "finish_reason"} <= set(written):
@@ -117,7 +121,7 @@ def check_curriculum(config: Config, written: Collection[str]) -> None:
 
 
 class DrawnExample(NamedTuple):
-    """The example of an admission number, and the iteration that it was drawn for."""
+    """The example of an admission number, and the iteration for which it was drawn."""
 
     source: int
     example: int
@@ -129,7 +133,7 @@ Record = tuple[int, int, float]
 
 
 class Curriculum:
-    """The state of a run's curriculum: the averages, recent measurements, and the draws that are not measured yet."""
+    """The state of a run's curriculum: the averages, recent measurements, and the draws without measurements."""
 
     def __init__(self, config: CurriculumConfig, units: Sequence[Units], seed: int, lag: int) -> None:
         """Start without measurements; a batch uses those up to `lag` iterations before it.
@@ -156,7 +160,7 @@ class Curriculum:
         ]
 
     def is_ready(self, iteration: int) -> bool:
-        """Return True if everything is measured that the batch of an iteration depends on."""
+        """Return True if all measurements exist on which the batch of an iteration depends."""
         return self.measured >= iteration - self.lag
 
     def begin(self, iteration: int) -> None:
@@ -168,7 +172,7 @@ class Curriculum:
         self.phases = [float(uniform("curriculum", self.seed, source, iteration)) for source in sources]
 
     def weights_of(self, measured: Measured) -> np.ndarray:
-        """Return the weight of each unit, (U,) float64. Raises UserError for values that are no weights."""
+        """Return the weight of each unit, (U,) float64. Raises UserError for invalid weights."""
         with users_errors(f"curriculum {self.config.name}", self.function):
             weights = np.asarray(self.function(measured, **self.config.params), dtype=np.float64)
         if weights.shape != measured.rate.shape or not (np.isfinite(weights).all() and (weights >= 0).all()):
@@ -187,7 +191,7 @@ class Curriculum:
         return Measured(averages[:, 0], np.nan_to_num(abs(averages[:, 0] - averages[:, 1])), groups)
 
     def average(self, averages: np.ndarray, groups: np.ndarray, records: Sequence[Record]) -> None:
-        """Add measurements to the moving averages of a source; the first one of a unit is their start."""
+        """Add measurements to the moving averages of a source; a unit's average starts at its first measurement."""
         steps = np.array([self.config.step, self.config.step / 4])
         for _, unit, rate in records:
             before = averages[unit]

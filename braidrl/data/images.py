@@ -1,9 +1,9 @@
-"""Images: files by the hash of their content, and the forms in which data sets give them.
+"""Images: files by the hash of their content, and the forms of images in data sets.
 
 path, bytes, {bytes, path}, data: URI ──content_of──▶ bytes ──ImageStore.add──▶ name ──ImageStore.open──▶ an RGB image
 
-Messages and rows carry names; the store is a folder that all processes of a run read. An image given as a path stays
-where it is, and the store has a link to it.
+Messages and rows carry names; the store is a folder that all processes of a run read. An image with a path is not
+copied: the store has a link to it.
 """
 
 import base64
@@ -53,7 +53,7 @@ class ImageStore:
         return self.folder / name[:2] / name
 
     def add(self, image: Any, beside: Path) -> str:
-        """Keep an image, in any form that `content_of` reads, and return its name.
+        """Store an image, in any form that `content_of` reads, and return its name.
 
         Raises BrokenImage for one that cannot be decoded, and UserError if the store cannot be written.
         """
@@ -71,7 +71,7 @@ class ImageStore:
                     unfinished.write_bytes(content)
                 else:
                     unfinished.symlink_to(file)
-                # At once: other processes may add the same image.
+                # Atomically: other processes may add the same image.
                 unfinished.rename(path)
         except OSError as error:
             fault = no_room(error) or first_line(error)
@@ -79,7 +79,7 @@ class ImageStore:
         return name
 
     def content(self, name: str) -> bytes:
-        """Return the bytes of an image's file. Raises UserError if it is not there, or was changed."""
+        """Return the bytes of an image's file. Raises UserError if it is missing or was changed."""
         path = self.path(name)
         try:
             content = path.read_bytes()
@@ -173,7 +173,7 @@ def decoded(content: bytes, most_pixels: int) -> Any:
         try:
             image: Image.Image = Image.open(io.BytesIO(content), formats=FORMATS)
             width, height = image.size
-            # Before anything is decoded: the header alone says how much memory it takes.
+            # Before decoding: the header already has the image's size.
             if width * height > most_pixels:
                 raise BrokenImage(
                     f"an image has {width} x {height} pixels, and data.images.most_pixels is {most_pixels}"
@@ -188,7 +188,7 @@ def decoded(content: bytes, most_pixels: int) -> Any:
                 f"an image has more than the {Image.MAX_IMAGE_PIXELS} pixels that Pillow decodes, and "
                 f"data.images.most_pixels is {most_pixels}"
             ) from None
-        except Exception as error:  # of any kind: the bytes may be anything
+        except Exception as error:  # of any kind: the bytes are untrusted
             # Pillow's own text about unknown bytes differs from object to object, and reasons are counted.
             is_unknown = isinstance(error, UnidentifiedImageError)
             fault = "a file is no image" if is_unknown else f"an image cannot be decoded ({first_line(error)})"
@@ -202,7 +202,7 @@ def as_rgb(image: Any) -> Any:
     """
     from PIL import Image
 
-    # Pillow itself cuts off what is above 255.
+    # Pillow would clip values above 255.
     if image.mode.startswith("I;16"):
         image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     elif image.mode in ("I", "F"):
@@ -221,7 +221,7 @@ OTHER_MEDIA = ("video", "videos", "audio", "audios")
 
 
 def image_part(name: str | None = None) -> dict[str, Any]:
-    """Return the message part of an image; without a name it is the record's next image."""
+    """Return the message part of an image; without a name it stands for the record's next image."""
     return {"type": IMAGE} if name is None else {"type": IMAGE, IMAGE: name}
 
 
@@ -235,7 +235,7 @@ def image_parts(messages: Any) -> list[dict[str, Any]]:
 
 
 def has_marks(messages: Any) -> bool:
-    """Return whether text that is not an assistant's has marks of images."""
+    """Return True if text of another role than the assistant has marks of images."""
     if isinstance(messages, str):
         return MARK in messages
     others = [m for m in messages or () if isinstance(m, Mapping) and m.get("role") != "assistant"]
@@ -274,9 +274,9 @@ def _kept_part(part: Any, images: ImageStore, beside: Path) -> Any:
 
 
 def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return messages in which a record's images stand where marks are: `<image>` in text, or parts without a name.
+    """Return messages with a record's images at their marks: `<image>` in text, or parts without a name.
 
-    Without any mark they stand before the first user's text. Raises BrokenImage for another number of marks.
+    Without any mark they precede the first user's text. Raises BrokenImage for another number of marks.
     """
     split_messages = [{**message, "content": _split(message.get("content"))} for message in messages]
     marks = [part for part in image_parts(split_messages) if IMAGE not in part]
@@ -296,7 +296,7 @@ def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[di
 
 
 def _split(content: Any) -> Any:
-    """Return content with parts of its own, and text with marks as parts."""
+    """Return content as separate parts, and text with marks as parts."""
     if isinstance(content, list):
         return [dict(part) for part in content]
     if not isinstance(content, str) or MARK not in content:

@@ -22,7 +22,7 @@ class Lines:
     """The lines of a file that are not empty, by position."""
 
     def __init__(self, path: Path, index: Path) -> None:
-        """Map an index that `index_lines` has written."""
+        """Map an index written by `index_lines`."""
         self.path = path
         # A plain view of the mapped file: an index into it takes a tenth of the time.
         self.starts = np.asarray(np.memmap(index, np.int64, "r")).reshape(-1, 2)
@@ -33,11 +33,11 @@ class Lines:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Return the bytes of each line (N,) int64, with empty lines behind it."""
+        """Return the bytes of each line (N,) int64, including following empty lines."""
         return np.diff(self.starts[:, 0])
 
     def at(self, positions: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the numbers and texts of the lines at some positions; of a line beyond the limit its beginning."""
+        """Yield the numbers and texts of the lines at some positions; lines beyond the limit are truncated."""
         with self.path.open("rb") as file:
             for position in positions:
                 (offset, number), (end, _) = self.starts[position : position + 2].tolist()
@@ -52,7 +52,7 @@ def index_lines(path: Path, index: Path, update: Callable[[int], object] = int) 
     with path.open("rb") as file, unfinished.open("wb") as target:
         position = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
         file.seek(position)
-        # The line that the last block has not ended: where it starts, and whether it is empty so far.
+        # The unfinished line at the end of the last block: its offset, and whether it is empty so far.
         start, number, is_empty = position, 1, True
         while block := file.read(READ_BYTES):
             values = np.frombuffer(block, np.uint8)

@@ -46,8 +46,8 @@ class Admitted:
     """One admitted prompt.
 
     `number` counts admissions through the whole run and becomes the rows' `group`. `index` is the example's position
-    among the kept examples of its source. `prompt` (T,) int64 are token ids. `given` has no, one or two given
-    responses, of a pair the better first: token ids (T,) int64, and the mask of trained tokens, (T,) bool.
+    among the kept examples of its source. `prompt` (T,) int64 are token ids. `given` has the responses of the data,
+    none, one or two, of a pair the better first: token ids (T,) int64, and the mask of trained tokens, (T,) bool.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Admitted:
     prompt: Tensor
     given: tuple[tuple[Tensor, Tensor], ...] = ()
     images: tuple[tuple[ImageSpan, ...], ...] | None = None
-    """The images of the prompt, or of the row with each given response; None if the model sees none."""
+    """The images of the prompt, or of the row with each response of the data; None for a text-only model."""
 
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
@@ -99,7 +99,7 @@ class Admissions:
         return self.curriculum is None or self.curriculum.is_ready(iteration)
 
     def begin(self, iteration: int) -> None:
-        """Begin the batch of an iteration."""
+        """Start the batch of an iteration."""
         if self.curriculum is not None:
             self.curriculum.begin(iteration)
 
@@ -113,7 +113,7 @@ class Admissions:
         return numbers
 
     def examples(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (source, index) of each admitted prompt if a curriculum has drawn it; else nothing."""
+        """Return (source, index) of each admitted prompt if a curriculum has drawn it; otherwise an empty list."""
         return [] if self.curriculum is None else [self.curriculum.drawn[number][:2] for number in numbers]
 
     def measure(self, iteration: int, index: Rows) -> dict[str, float]:
@@ -140,8 +140,8 @@ class Admissions:
 
 
 class PromptLoader(Admissions):
-    """A loader that draws prompts from sources in proportion to their weights, and shuffles each source anew in each of
-    its epochs.
+    """A loader that draws prompts from sources in proportion to their weights, and shuffles each source again in each
+    of its epochs.
     """
 
     def __init__(
@@ -189,9 +189,10 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
     """Return the rows of admitted prompts, in order; the samples of a group are consecutive.
 
     Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata: the example's fields,
-    "prompt", "answer", "tools" and arguments of the chat template; with given responses also response, int64 token ids,
-    and response_mask, bool, the trained tokens; for a model that sees also images, their spans. A pair of given
-    responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
+    "prompt", "answer", "tools" and arguments of the chat template; with responses of the data also response, int64
+    token ids, and response_mask, bool, the trained tokens; for a multimodal model also images, their spans.
+
+    A pair of responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
     """
     response_count = len(admitted[0].given) if admitted else 0
     samples = 2 if response_count == 2 else samples
@@ -236,9 +237,9 @@ def weighted_draw(number: int, weights: Sequence[float], seed: int) -> tuple[int
     """Return the source of a number 0, 1, 2, ..., and the count of earlier numbers of that source, in proportion to
     `weights`.
 
-    Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the others share the rest in the same
-    way. The spread is even, closer to the weights than independent draws, and can be counted without iteration. The
-    seed sets the phases.
+    Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the other sources share the remaining
+    ones in the same way. The spread is even, closer to the weights than independent draws, and can be counted without
+    iteration. The seed sets the phases.
     """
     for source, weight in enumerate(weights[:-1]):
         share = min(UNIT - 1, max(1, round(UNIT * weight / sum(weights[source:]))))

@@ -4,7 +4,7 @@ A message consists of None, numbers, text, bytes, paths, lists, dictionaries, da
 the CPU. If the reader names a type, it gets a value of that type, checked field by field; otherwise tuples become
 lists, and dataclasses dictionaries. Nothing is unpickled.
 
-    pack_message(value) ──bytes──▶ unpack_message(bytes, Type)      of a union of `Message`s, the one that was sent
+    pack_message(value) ──bytes──▶ unpack_message(bytes, Type)      of a union of `Message`s, the type that was sent
 
 Several frames are packed into one contiguous buffer, for shared memory and files:
 
@@ -26,7 +26,7 @@ TENSORS = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float
 
 
 class Message(msgspec.Struct, tag=True, omit_defaults=True):
-    """A request, an answer or an order: readers name a union of such types, and dispatch by type."""
+    """A request, an answer or an order; readers name a union of such types, and dispatch by type."""
 
 
 Packed = msgspec.Raw
@@ -79,7 +79,7 @@ class CodecError(ValueError):
 
 
 def join(frames: Sequence[Frame]) -> bytearray:
-    """Join frames in one buffer. Only here are their bytes copied."""
+    """Join frames in one buffer. This is the only copy of their bytes."""
     total, pieces = laid_out(frames)
     buffer = bytearray(total)
     for start, piece in pieces:

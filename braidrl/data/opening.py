@@ -1,4 +1,4 @@
-"""Opened sources: a run draws prompts from a long file while the file is still being tokenised.
+"""Opened sources: a run draws prompts from a long file while it is still being tokenized.
 
 The order of a source is a permutation of its *kept* examples, so the run must know which prompts are too long. A token
 has at least one byte: only lines with more bytes than `max_prompt_tokens` are doubtful, and these are tokenised first.
@@ -8,8 +8,8 @@ lines ──more bytes than the limit──▶ doubtful, tokenised by all ranks 
   ├──a thread of each rank: batches ──▶ part of the table                                    ▼
   ╰──position of the example number i ◀────────────────────────────────────────── the run draws i
 
-A row that is drawn before the table is whole is made from its line. Once all parts are written, the table takes over,
-and what the whole file shows is checked: the rows are the same.
+A row that is drawn before the table is complete is made from its line. Once all parts are written, the table replaces
+the lines, and results of the complete file are checked: the rows are the same.
 """
 
 import atexit
@@ -52,16 +52,16 @@ NICENESS = 10
 
 
 class Opening:
-    """A table that is being written, and the rows of its source by position until it is whole."""
+    """A table that is being written, and the rows of its source by position until it is complete."""
 
     def __init__(
         self, reading: Reading, data: DataConfig, template: PromptTemplate, lines: Lines, dropped: np.ndarray
     ) -> None:
-        """Take the sorted positions of the lines whose prompts are too long."""
+        """Store the sorted positions of the lines whose prompts are too long."""
         self.reading, self.data, self.template, self.lines, self.dropped = reading, data, template, lines, dropped
         self.facts = Facts(read=len(lines))
         """What is known before the whole file is read; `longest_prompt` is a bound."""
-        # The thread collects notes in its own reading.
+        # The thread collects notes in a separate reading.
         self._drawn, self._last = Reading(reading.source, usual_split=reading.usual_split), (-1, dict[str, Any]())
         self._share: OwnBatches | None = None
         self._outcome: dict[str, Any] | BaseException = {}
@@ -103,15 +103,15 @@ class Opening:
 
     def _write(self) -> None:
         with suppress(OSError):
-            # The run's own work goes first.
+            # The run's work has priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._outcome = write_part(self._share, self._own, self.data, self._folder)
-        except BaseException as error:  # it is raised by the thread that asks for the outcome
+        except BaseException as error:  # it is raised in the thread that reads the outcome
             self._outcome = error
 
     def is_written(self, wait: bool, shows: bool = False) -> bool:
-        """Return True if this rank's part is written, or not possible; with `wait` not before."""
+        """Return True if this rank's part is written, or has failed; with `wait` wait for that."""
         if wait and shows:
             with shown(f"Tokenising {self.reading.source.label}"):
                 self._thread.join()
@@ -120,7 +120,7 @@ class Opening:
         return not self._thread.is_alive()
 
     def outcome(self) -> dict[str, Any]:
-        """Return what `write_part` has returned, or raise its error."""
+        """Return the result of `write_part`, or raise its error."""
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
@@ -136,15 +136,15 @@ class Opening:
 def opened(
     reading: Reading, data: DataConfig, template: PromptTemplate, ranks: LoadingRanks, lines: Lines, folder: Path
 ) -> Opening | None:
-    """Start to write the table of a source, and return its rows until the table is whole; None if the source is short,
-    or has many lines that may be too long. All ranks call this together.
+    """Start to write the table of a source, and return its rows until the table is complete.
 
-    Raises UserError in all ranks, for an invalid example among the doubtful lines.
+    Returns None if the source is short, or has many lines that may be too long. All ranks call this together. Raises
+    UserError in all ranks, for an invalid example among the doubtful lines.
     """
     limit = data.max_prompt_tokens
     try:
         added = len(template.encode("a"))
-    except UserError:  # the template refuses this conversation; of others nothing is known
+    except UserError:  # the template refuses this conversation, but perhaps not others
         return None
     bounds = lines.sizes + added
     doubtful = np.flatnonzero(bounds > limit)

@@ -11,7 +11,7 @@ left goes to the part that is cheapest then (LPT, Graham 1969): the same bound, 
 items a part, and a hundredth of the time for 8,192 items in 1,024 parts.
 
 If all parts must have equally many items, the corresponding variant of this method cannot balance a long tail (parts of
-32 log-normal lengths: 16% over the mean). The largest remaining item then goes to the cheapest part with room (0.2% on
+32 log-normal lengths: 16% over the mean). The largest remaining item then goes to the cheapest part with space (0.2% on
 the same lengths).
 
 The first number of micro-batches is the least that could hold all tokens; while the fullest exceeds the limit, there is
@@ -85,7 +85,7 @@ def _divided(costs: Sequence[float], parts: int, equal_size: bool) -> list[list[
 
 
 def _fill_equally(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Assign items, largest first, to the cheapest part with room; numbers of items differ by at most one."""
+    """Assign items, largest first, to the cheapest part with space; numbers of items differ by at most one."""
     size, larger_parts = divmod(len(costs), parts)
     open_parts: list[tuple[float, int, list[int]]] = [(0, number, []) for number in range(parts)]
     closed: list[tuple[float, int, list[int]]] = []
@@ -131,8 +131,8 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Assign items to parts, largest item first, each to the cheapest part; as many items at a time as gives the same
-    result.
+    """Assign items to parts, largest item first, each to the cheapest part; items are processed in blocks that do not
+    change the result.
     """
     cost_of = np.asarray(costs, dtype=np.float64)
     order, part_of, loads, start = (

@@ -81,7 +81,7 @@ class LoadedSource(Sequence[Example]):
     def __init__(
         self, source: SourceConfig, table: Any, facts: Facts, folder: Path, opening: Opening | None = None
     ) -> None:
-        """Take a table, or an `opening` that makes rows until the table is whole."""
+        """Use a table, or an `opening` that makes rows until the table is complete."""
         self.path, self.weight, self.facts, self.kept, self.opening = (
             source.path,
             source.weight,
@@ -113,9 +113,9 @@ class LoadedSource(Sequence[Example]):
 
     def settle(self, ranks: LoadingRanks | None = None, wait: bool = False) -> bool:
         """Map the table of an opened source once all ranks have written it, with `wait` after waiting; return True if
-        this call mapped it. All ranks call this together.
+        this call mapped it.
 
-        Raises UserError in all ranks, for the first invalid example of the file.
+        All ranks call this together. Raises UserError in all ranks, for the first invalid example of the file.
         """
         if self.opening is None:
             return False
@@ -136,7 +136,7 @@ class LoadedSource(Sequence[Example]):
         return True
 
     def images(self, index: int) -> list[list[ImageSpan]] | None:
-        """Return the images in an example's prompt and in each of its given responses; None if the model sees none."""
+        """Return the images in an example's prompt and in each of its responses; None for a text-only model."""
         if "images" not in self._columns:
             return None
         return [moved(spans, 0) for spans in json.loads(self._columns["images"][index].as_py())]
@@ -148,8 +148,8 @@ class LoadedSource(Sequence[Example]):
         return torch.from_numpy(self._columns["prompt"][index].values.to_numpy().astype(np.int64))
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return a given response's token ids (T,) int64 and its mask of trained tokens (T,) bool; None if the source
-        has no responses.
+        """Return the token ids (T,) int64 of an example's response and its mask of trained tokens (T,) bool; None if
+        the source has no responses.
         """
         if which not in self._columns:
             return None
@@ -210,11 +210,8 @@ def load_train(
 ) -> list[LoadedSource]:
     """Load each source of `data.train` together with `ranks`.
 
-    `kept` are the `LoadedSource.kept` of another process. With `opens`, the caller gets sources whose tables are still
-    being written, and calls `settle`. With `opens`, the caller can use sources whose tables are still being written,
-    and settles them.
-
-    Raises UserError for none or an invalid file.
+    `kept` are the `LoadedSource.kept` of another process. With `opens`, the caller can use sources whose tables are
+    still being written, and calls `settle`. Raises UserError if there are no sources, or for an invalid file.
     """
     check_train(data)
     template = PromptTemplate.of(tokenizer, data, vision)
@@ -264,11 +261,11 @@ def load_source(
     ranks: LoadingRanks | None = None,
     opens: bool = False,
 ) -> LoadedSource:
-    """Read, tokenise and filter one source, alone or together with `ranks`, or map another process's table of it.
+    """Read, tokenize and filter one source, alone or together with `ranks`, or map another process's table of it.
 
     `kept` is another process's `LoadedSource.kept` of it; if this machine does not have that folder, the source is read
-    into it. With `opens`, a long source may be returned before its table is whole. Raises UserError in all ranks, for
-    the first invalid example of the file, or if no prompt is short enough.
+    into it. With `opens`, a long source may be returned before its table is complete. Raises UserError in all ranks,
+    for the first invalid example of the file, or if no prompt is short enough.
     """
     ranks, source, purpose = ranks or Alone(), reading.source, f"data {reading.source.label}"
     folder, examples = (Path(kept), None) if kept else shared_folder(reading, data, template, ranks)
@@ -356,7 +353,7 @@ def finished(
     exchange_parts(folder, ranks, purpose)
     layout = {"parts": len(part_writers(ranks.size)), "batches": outcomes[0]["batches"]}
     for name, value in ((PARTS, layout), ("facts.json", asdict(facts))):
-        # Ranks of one machine write the same file, as do runs that keep the same table.
+        # Ranks of one machine write the same file, as do runs that cache the same table.
         unfinished = folder / f"{name}.{uuid.uuid4().hex}"
         unfinished.write_text(json.dumps(value), encoding="utf-8")
         unfinished.replace(folder / name)
@@ -364,8 +361,8 @@ def finished(
 
 
 def exchange_parts(folder: Path, ranks: LoadingRanks, purpose: str) -> None:
-    """Copy to each machine the parts that its folder lacks, in rounds of bounded bytes; nothing moves if all share a
-    folder.
+    """Copy to each machine the parts that its folder lacks, in rounds of bounded bytes; if all share a folder, no parts
+    move.
 
     A rank with a part sends it to the first rank of each machine that lacks it.
     """
@@ -394,7 +391,7 @@ def exchange_parts(folder: Path, ranks: LoadingRanks, purpose: str) -> None:
 
 
 def machine_of(folder: Path) -> str:
-    """Return a name of the folder that is equal only on machines that share it."""
+    """Return an id of the folder that is equal only on machines that share it."""
     return f"{platform.node()}:{folder}:{folder.stat().st_dev}:{folder.stat().st_ino}"
 
 
@@ -411,11 +408,10 @@ def mapped(folder: Path) -> tuple[Any, Facts]:
 
 
 def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> tuple[Path, Iterator[Example] | None]:
-    """Return the folder of a source's table, and the examples to write to it, some of which may be read already.
+    """Return the folder of a source's table, and the examples to write to it, some of which may already be read.
 
     A large source has a folder in the cache; its name depends on files, settings, code and tokenizer. The folder is
-    temporary for a small source, and for unknown code: a conversion without a version, or a tokenizer with its own
-    code.
+    temporary for a small source, and for unknown code: a conversion without a version, or a tokenizer with custom code.
     """
     source, tokenizer = reading.source, template.tokenizer
     examples: Iterator[Example] | None = None

@@ -1,6 +1,6 @@
-"""Reading of records from a file, a folder or a fetched data set. Only here are data files parsed.
+"""Reading of records from a file, a folder or a fetched data set. No other module parses data files.
 
-.jsonl, .json            parsed here, so that a fault has its line, and values stay as they are written
+.jsonl, .json            parsed here, so that errors have a line number, and values stay as written
 .parquet, folder, hub    read by `datasets` as a stream of Arrow batches; it finds a folder's subsets and splits
 record ──as_json──▶ the same with JSON values alone: dates and decimals as text, bytes left out
 """
@@ -53,7 +53,7 @@ def read_objects(path: Path, may_be_list: bool = True) -> Iterator[tuple[int, Re
 
 
 def written_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of an open file that are not empty, with their numbers from 1."""
+    """Yield the non-empty lines of an open file, with their numbers from 1."""
     # A line is read only up to the limit.
     lines = iter(lambda: file.readline(LINE_BYTES + 1), b"")
     texts = enumerate(chain([next(lines, b"").removeprefix(codecs.BOM_UTF8)], lines), start=1)
@@ -62,7 +62,7 @@ def written_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def object_of(path: Path, number: int, value: Any) -> Record:
-    """Return the object of a line. Raises UserError for another value."""
+    """Return the object of a line. Raises UserError for other values."""
     if not isinstance(value, dict):
         where = place(path, number)
         raise UserError(f'{where} holds {kind_of(value)}; write a JSON object, as in {{"prompt": "1+1="}}')
@@ -70,9 +70,8 @@ def object_of(path: Path, number: int, value: Any) -> Record:
 
 
 def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
-    """Return the JSON value.
-
-    Raises UserError, with the location and a hint, for other text and for values too long or too deep.
+    """Return the JSON value. Raises UserError, with the location and a hint, for other text and for values too long or
+    too deep.
     """
     try:
         return parse_json(raw, most_bytes, refuse_surrogates=False)  # `as_json` makes characters whole
@@ -84,7 +83,7 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
     """Yield the rows of a parquet file, or of one split of a folder, with the subsets and splits that `datasets`
     finds.
     """
-    # Imported here: it takes a second, and JSON files do without it.
+    # Imported here: it takes a second, and JSON files do not need it.
     import datasets
     import pyarrow
     from datasets.exceptions import DatasetsError
@@ -133,7 +132,7 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence progress bars and error logs of `datasets`: Braid reports errors itself."""
+    """Silence progress bars and error logs of `datasets`: Braid reports errors."""
     import datasets
 
     hidden, level = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -200,7 +199,7 @@ def place(path: Path, line: int) -> str:
 
 @lru_cache(maxsize=64)
 def named(path: Path) -> str:
-    """Return a file and a description of its records, for messages; microseconds."""
+    """Return a file and a description of its records, for messages; fast enough for every record."""
     return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'}"
 
 

@@ -95,7 +95,7 @@ class Rows:
         return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
 
     def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> "Rows":
-        """Return rows by position (K,) in the given order, or by a boolean mask (B,)."""
+        """Return rows by position (K,) in this order, or by a boolean mask (B,)."""
         chosen = torch.as_tensor(rows)
         if chosen.dtype == torch.bool:
             chosen = chosen.nonzero().flatten()
@@ -140,7 +140,7 @@ class Rows:
 
 
 def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
-    """Merge segments (positions, rows) into one table of `size` rows; later segments win.
+    """Merge segments (positions, rows) into one table of `size` rows; later segments take precedence.
 
     Columns that some row lacks are omitted.
     """
@@ -164,8 +164,9 @@ def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
 
 
 def named_rows(uids: Sequence[tuple[int, int, int]], count: int | None = None) -> str:
-    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; empty without rows. Of
-    `count` rows the first ones are enough.
+    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; empty without rows.
+
+    `count` is the total number of rows, of which the first ones suffice.
     """
     if not uids:
         return ""

@@ -7,9 +7,9 @@ field of a record                             part of the example
 `prompt_field`                                prompt      text, or chat messages {role, content}
 `answer_field`, or reward_model.ground_truth  answer      what a verifier compares with
 `tools_field`, `template_field`               tools, arguments of the chat template
-`response_field`, completion, messages        response    to train on, text or messages; only where the flow asks for it
+`response_field`, completion, messages        response    to train on, text or messages; only if the flow needs it
 `chosen_field` and `rejected_field`           response and rejected, likewise
-`system` or `system_prompt`                   the prompt's first message, unless it has one of its own
+`system` or `system_prompt`                   the prompt's first message, unless it already has one
 all but the responses, under their own names  metadata    JSON values, kept as they are
 """
 
@@ -107,8 +107,8 @@ class Reading:
     """One pass over a source, which yields its examples in order.
 
     Afterwards `left_out` has the number of skipped records by reason, `without_form` the columns without a JSON form,
-    `unread` the columns that the model is not shown, and `notes` what was not read of a record, with the first line of
-    each.
+    `unread` the columns that are not part of the prompt, and `notes` the ignored parts of records, with the first line
+    of each.
     """
 
     def __init__(
@@ -120,10 +120,9 @@ class Reading:
         usual_split: str = "train",
         vision: Vision | None = None,
     ) -> None:
-        """Begin before the first record; examples need a response for `responses`, two for `pairs`. Images are read
-        with a `vision`.
+        """Start before the first record; examples need a response for `responses`, two for `pairs`.
 
-        Raises UserError without a file.
+        Images are read with a `vision`. Raises UserError without a file.
         """
         check_source(source)
         self.vision = vision
@@ -134,7 +133,7 @@ class Reading:
         self._templated = templated
         """Fields for templates: nulls of Arrow's are removed. Verifiers get their fields unchanged."""
         defaults = {key: field.default for key, field in SourceConfig.model_fields.items()}
-        # A resolved configuration sets every field, so `model_fields_set` would not tell.
+        # A resolved configuration sets every field, so `model_fields_set` is no help.
         self._named = {key for key, default in defaults.items() if getattr(source, key) != default}
         """The settings with another value than the default: a field of the data that these name must exist."""
         self._convert = (lambda record: record) if source.convert is None else CONVERSIONS.find(source.convert)
@@ -188,7 +187,7 @@ class Reading:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if each line of the file is one example, so that others' lines need not be parsed."""
+        """Return True if each line of the file is one example, so that lines of other ranks need not be parsed."""
         source = self.source
         chosen = source.where or source.convert or source.unique or source.skip or source.first is not None
         answers = self.responses or self.pairs or self.vision is not None
@@ -258,10 +257,7 @@ class Reading:
         return without_nulls(value) if self._is_arrow else value
 
     def _with_kept_images(self, record: Record) -> tuple[Record, list[str]]:
-        """Return a record whose images are names in the store, and the names of the field for images.
-
-        Raises BrokenImage.
-        """
+        """Return a record whose images are names in the store, and the names in the image field. Raises BrokenImage."""
         if self.vision is None:
             return record, []
         images, beside = self.vision.store, self.source.path.parent
@@ -304,7 +300,7 @@ class Reading:
             fields = (source.chosen_field, source.rejected_field)
             prompt, response, rejected = pair_of(source, record, where)
         elif self.responses:
-            # The configured field, else one that is common in supervised data sets.
+            # The configured field, otherwise a common one of supervised data sets.
             field = source.response_field
             if "response_field" not in self._named and find(record, field) is ABSENT:
                 usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
@@ -362,8 +358,8 @@ class Reading:
 
 
 def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response, int]:
-    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one; and the number
-    of messages behind them.
+    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one field; and the
+    number of messages after them.
 
     A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of
     these. Raises UserError if there is no such turn, or no message before it.
@@ -383,7 +379,7 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages, least = [*before, *response], len(before)
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
-    # An answer at the start has no prompt, and belongs to the next one's.
+    # An answer at the start has no prompt, and belongs to the next answer's prompt.
     if not (answers := [number for number in answers if number]):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise UserError(
@@ -400,8 +396,8 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
 def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response]:
     """Return the prompt, the chosen and the rejected response, text or messages.
 
-    If both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt. Raises
-    LeftOut for responses that are the same, and for conversations that differ before an answer.
+    If both are complete conversations, or texts of a record without a prompt, their common beginning is the prompt.
+    Raises LeftOut for equal responses, and for conversations that differ before an answer.
     """
     fields = {"chosen": source.chosen_field, "rejected": source.rejected_field}
     chosen, rejected = (
@@ -429,7 +425,7 @@ def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, R
 
 
 def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:
-    """Return the value at a field. Raises UserError naming the nearest field that there is."""
+    """Return the value at a field. Raises UserError that names the nearest existing field."""
     value = find(record, field)
     if value is ABSENT:
         names = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
@@ -535,7 +531,7 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
 
 
 def check_response(where: str, field: str, response: Any) -> Response:
-    """Return the response. Raises UserError unless it is text, or messages."""
+    """Return the response. Raises UserError unless it is text or messages."""
     if isinstance(response, list) and response and all(isinstance(message, dict) for message in response):
         return check_messages(where, field, response)
     if not isinstance(response, str):
@@ -550,7 +546,7 @@ def is_answer(message: Any) -> bool:
 
 
 def messages_in(text: str) -> list[Record]:
-    """Return the messages that a text is the JSON of; an empty list for any other text."""
+    """Return the messages in a JSON text; an empty list for any other text."""
     if not text.lstrip().startswith("["):
         return []
     try:

@@ -49,26 +49,26 @@ class Facts:
     """Statistics of a source, collected in one pass over its examples."""
 
     read: int = 0
-    """Number of examples, including those that are too long."""
+    """Number of examples, including too long ones."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of skipped records by reason."""
     without_form: list[str] = field(default_factory=list)
     """Columns without a JSON form, which are omitted."""
     longest_prompt: int = 0
     longest_row: int = 0
-    """Tokens of the longest prompt, and of the longest prompt with a given response (0 without responses)."""
+    """Tokens of the longest prompt, and of the longest prompt with a response of the data (0 without responses)."""
     shortest: int = 0
-    """Tokens of the shortest prompt, dropped prompts included."""
+    """Tokens of the shortest prompt, including dropped prompts."""
     unanswered: int | None = None
     """Line of the first example without an answer, if any."""
     unanswered_fields: list[str] = field(default_factory=list)
     """Other fields of that example."""
     images: dict[str, int] = field(default_factory=dict)
-    """Number of examples by their number of images, for a model that sees."""
+    """Number of examples by their number of images, for a multimodal model."""
     notes: dict[str, int] = field(default_factory=dict)
-    """What of the examples is not used, each with the line of the first one."""
+    """Unused parts of examples, each with the first line that has it."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Columns that the model is not shown, likewise."""
+    """Columns that are not part of the prompt, each with its first line."""
 
     @staticmethod
     def of_parts(parts: Sequence[Mapping[str, Any]]) -> "Facts":
@@ -117,7 +117,7 @@ class LoadingRanks(Protocol):
 
 
 class Alone:
-    """A process that loads data without others."""
+    """A single process that loads data."""
 
     rank, size = 0, 1
 
@@ -144,7 +144,7 @@ def shown(title: str, total: int | None = None, after_s: float = PROGRESS_AFTER_
             progress.console.print(f"{title} ...", markup=False, soft_wrap=True)
         progress.start()
 
-    # A thread of its own: the first batch may take longer.
+    # A separate thread: the first batch may take longer.
     timer = threading.Timer(after_s, show)
     timer.daemon = True
     timer.start()

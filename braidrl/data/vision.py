@@ -1,9 +1,9 @@
-"""A model's eyes: its image processor, and the tokens that stand for an image, by model family.
+"""A model's image processing: its image processor, and the tokens of an image, by model family.
 
 messages ──chat template──▶ text with one placeholder per image ──tokenizer──▶ ids ──Vision.expand──▶ ids, spans
 image ──image processor──▶ pixels, as the vision tower takes them
 
-Rows keep spans: which image, and where its tokens are. Tokens that a model samples are no image, whatever their ids.
+Rows keep spans: which image, and where its tokens are. Sampled tokens are never images, even with an image's token id.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +35,13 @@ Expansion = Callable[["Vision", str], list[int]]
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """The way in which the models of a type read images."""
+    """How the models of a type read images."""
 
     expansion: Expansion
     is_written: bool = True
-    """Whether the processor of transformers writes the text of an image."""
+    """True if the processor of transformers writes the text of an image."""
     resizes: bool = False
-    """Whether the image processor keeps proportions, between a least and a largest number of pixels."""
+    """True if the image processor keeps proportions, between a least and a largest number of pixels."""
 
 
 def merged_patches(vision: "Vision", name: str) -> list[int]:
@@ -52,7 +52,7 @@ def merged_patches(vision: "Vision", name: str) -> list[int]:
 
 
 def written(vision: "Vision", name: str) -> list[int]:
-    """Return the tokens of the text that transformers' processor writes for an image: tiles, rows, marks around."""
+    """Return the tokens of the text that transformers' processor writes for an image: tiles, rows, delimiters."""
     _, (text,) = vision.text_processor._process_images([vision.store.open(name)], **vision.options)
     ids: list[int] = vision.text_processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
@@ -81,19 +81,22 @@ class Vision:
     """The text that chat templates write for an image."""
     placeholder_token: int
     text_processor: Any = None
-    """The processor of transformers that joins the image processor and the tokenizer; a video processor it has not."""
+    """The processor of transformers that joins the image processor and the tokenizer, without a video processor."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the image processor that the family's processor passes."""
     skips_broken: bool = False
     mutual: bool = False
-    """Whether the tokens of an image see each other in both directions in the text part, as in Gemma 3."""
+    """True if the tokens of an image see each other in both directions in the text part, as in Gemma 3."""
     described: str = ""
-    """Everything that affects tokens and pixels, as text."""
+    """All settings that affect tokens and pixels, as text."""
     _expansions: dict[str, list[int]] = field(default_factory=dict)
     _grids: dict[str, Tensor] = field(default_factory=dict)
 
     def expansion(self, name: str) -> list[int]:
-        """Return the ids that stand for an image. Raises BrokenImage if its form does not suit the processor."""
+        """Return the ids that replace an image's placeholder.
+
+        Raises BrokenImage if the processor does not support its form.
+        """
         ids = self._expansions.get(name)
         if ids is None:
             try:
@@ -134,14 +137,14 @@ class Vision:
         return [*collapsed, *ids[done:]]
 
     def processed(self, name: str) -> Any:
-        """Return what the image processor makes of one image. Raises ValueError for a shape that it does not take."""
+        """Return the image processor's output for one image. Raises ValueError for an unsupported shape."""
         images = [self.store.open(name)]
         if self.text_processor is not None:
             return self.text_processor._process_images(images, **self.options)[0]
         return self.processor(images=images, return_tensors="pt")
 
     def resized(self, name: str) -> Any:
-        """Return an image in the size that the processor gives it, which another program's processor keeps as it is."""
+        """Return an image in the processor's size, which another program's processor then does not change."""
         image = self.store.open(name)
         if not self.family.resizes:
             return image
@@ -150,7 +153,7 @@ class Vision:
         return image.resize((columns * patch, rows * patch), resample=self.processor.resample)
 
     def pixels(self, name: str) -> Mapping[str, Tensor]:
-        """Return the tensors that the image processor makes of one image."""
+        """Return the image processor's tensors for one image."""
         try:
             tensors = self.processed(name)
         except ValueError as error:
@@ -166,7 +169,7 @@ class Vision:
 
 
 def keep(cache: dict[str, Any], name: str, value: Any) -> None:
-    """Remember a value; the oldest is forgotten, so that memory stays flat."""
+    """Cache a value; the oldest is evicted, so that memory is bounded."""
     if len(cache) >= KNOWN:
         del cache[next(iter(cache))]
     cache[name] = value
@@ -188,7 +191,7 @@ def moved(spans: Sequence[Sequence[Any]], by: int) -> list[ImageSpan]:
 
 
 def image_tokens(ids: Tensor, spans: Sequence[ImageSpan], token: int) -> Tensor:
-    """Return a mask (T,) of the tokens that stand for parts of images."""
+    """Return a mask (T,) of the tokens of images."""
     mask = torch.zeros(len(ids), dtype=torch.bool)
     for span in spans:
         part = slice(span.start, span.start + span.tokens)
