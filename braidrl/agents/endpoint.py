@@ -2,12 +2,12 @@
 serves.
 
 agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ dialect ──▶ session ──token ids──▶ engine
-  ▲                                                                 │  what is new in `messages`, tokenised alone
+  ▲                                                                 │  new messages, tokenized separately
   └── the reply as text ◀── dialect ◀── token ids, log-probs, versions, appended to the session's trajectory
 
 A session is one row. While the agent's messages extend the last turn, tokens are only appended. Messages that extend an
 earlier turn (a branch, a second agent, another choice) open a new sequence with that turn's tokens; other messages (a
-summary) open one with tokens of their own. No text of the model is ever tokenised again.
+summary) open one with new tokens. The model's text is never tokenized again.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReaso
 
 @dataclass
 class EndpointSession:
-    """One row's conversations: their messages, and exactly their tokens."""
+    """One row's conversations: their messages, and their exact tokens."""
 
     trajectory: Trajectory
     turns: dict[bytes, tuple[int, int]] = field(default_factory=dict)
@@ -73,15 +73,15 @@ class EndpointSession:
     the digest of its messages, replies included.
     """
     text: str = ""
-    """The last context that was given as a text, and its reply."""
+    """The last context that was sent as a text, and its reply."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a turn, since a row's turns are sequential."""
     requests: int = 0
     """Requests that are being read or answered."""
 
     def longest_known(self, messages: Sequence[ChatMessage]) -> tuple[int, tuple[int, int]]:
-        """Return the length of the longest known beginning of `messages` that ends with a reply, and its position in
-        the tokens; 0 if there is none.
+        """Return the length of the longest known prefix of `messages` that ends with a reply, and its position in the
+        tokens; 0 if there is none.
         """
         for count, digest in reversed([*enumerate(digests(messages[:-1]), start=1)]):
             if digest in self.turns:
@@ -103,8 +103,8 @@ class EndpointSession:
 class Endpoint:
     """An HTTP server on a free port of this machine, which serves while its context is open.
 
-    The run's sampling settings replace the client's, since log-probs must match training's; only `max_tokens` is the
-    client's.
+    The run's sampling settings replace the client's, since log-probs must match training's; only `max_tokens` is taken
+    from the client.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Endpoint:
     ) -> None:
         """Set up the server.
 
-        It listens at a free port of `host`, the address that clients use, or on `listener`, perhaps in another network.
-        Clients must send the API key `key`; with None a session's URL is enough. Raises UserError if the tokenizer has
-        no chat template.
+        It listens at a free port of `host`, the address that clients use, or on `listener`, possibly in another
+        network. Clients must send the API key `key`; with None a session's URL is enough. Raises UserError if the
+        tokenizer has no chat template.
         """
         if not template.template.is_chat:
             raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
@@ -145,7 +145,7 @@ class Endpoint:
                 application.router.add_post(path + COUNTING, partial(self._handle, dialect, self._count))
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
-        # A compressed body could have any size.
+        # A compressed body could expand to any size.
         self._runner = web.AppRunner(application, auto_decompress=False, lingering_time=LINGER_S)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -165,9 +165,8 @@ class Endpoint:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, trajectory: Trajectory) -> str:
-        """Begin a row's session, which appends to its trajectory, and return its client's base URL.
-
-        Raises ValueError if it is open.
+        """Start a row's session, which appends to its trajectory, and return its client's base URL. Raises ValueError
+        if it is open.
         """
         if trajectory.uid in self._names:
             raise ValueError(f"the session of row {trajectory.uid} is open already")
@@ -191,8 +190,8 @@ class Endpoint:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Pass a request on to its handler if its key, its session and its path are served."""
-        # An error has the form of the API that is asked.
+        """Forward a request to its handler if its key, its session and its path are valid."""
+        # An error has the form of the requested API.
         matching = (d for d in DIALECTS.values() if request.path.removesuffix(COUNTING).endswith(d.path))
         usual = DIALECTS["messages" if "anthropic-version" in request.headers else "chat"]
         refused = partial(failed, next(matching, usual))
@@ -267,7 +266,7 @@ class Endpoint:
     async def _count(
         self, http: web.Request, dialect: ChatDialect, session: EndpointSession, raw: bytes
     ) -> web.StreamResponse:
-        """Count the tokens of a context, which leaves the row as it is."""
+        """Count the tokens of a context, without changing the row."""
         assert dialect.counted is not None
         request = dialect.read(json_object(raw))
         async with session.lock:
@@ -278,7 +277,7 @@ class Endpoint:
 
     async def _models(self, http: web.Request) -> web.Response:
         name = http.match_info.get("model", MODEL)
-        # What OpenAI's clients read, and what Anthropic's do.
+        # Headers for OpenAI's clients, and for Anthropic's.
         model = {"id": name, "object": "model", "created": self._began, "owned_by": "braid"}
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began))
         model |= {"type": "model", "display_name": name, "created_at": began, "lifecycle": "active"}
@@ -314,7 +313,7 @@ class Endpoint:
                 on_token=on_token,
             )
             text = self.template.text(tokens, request.tools)
-            # The reply lacks the stop text that ended it, whose tokens are trained on all the same.
+            # The reply lacks the stop text that ended it, but its tokens are trained on.
             end = first_stop(text, request.stops)
             stop = (
                 None
@@ -378,7 +377,7 @@ class Endpoint:
 
 
 def json_object(raw: bytes) -> Mapping[str, Any]:
-    """Return a body's JSON object, empty for another value. Raises UserError for a text that is not JSON."""
+    """Return a body's JSON object, empty for other values. Raises UserError for invalid JSON."""
     try:
         body = parse_json(raw, finite=False)
     except ValueError as error:
@@ -387,7 +386,7 @@ def json_object(raw: bytes) -> Mapping[str, Any]:
 
 
 def digests(messages: Sequence[ChatMessage]) -> list[bytes]:
-    """Return a digest of each beginning of a conversation, by its messages' contents."""
+    """Return a digest of each prefix of a conversation, by its messages' contents."""
     beginnings, digest = [], hashlib.sha256()
     for message in messages:
         # Client libraries add empty fields.

@@ -42,14 +42,15 @@ __all__ = ["Context", "Environment", "Observation", "ToolTurns", "environments"]
 
 
 class Environment(Protocol):
-    """One trajectory's environment. Methods are coroutines, or plain functions, which run in a thread of their own.
+    """One trajectory's environment.
 
-    It may also have `tools`, JSON schemas for the chat template, and `close()`, called when the trajectory ends.
+    Methods are coroutines, or plain functions, which run in a separate thread. It may also have `tools`, JSON schemas
+    for the chat template, and `close()`, called when the trajectory ends.
     """
 
     def reset(self, example: dict[str, Any]) -> Awaitable[Context | Observation | None] | Context | Observation | None:
-        """Return the first context, None to use the example's own prompt, or an observation that names with `policy`
-        the role that begins.
+        """Return the first context, None to use the example's prompt, or an observation that names with `policy` the
+        role that begins.
 
         `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a
         group.
@@ -68,9 +69,7 @@ AGENTS = (AGENT, *(f"{scheme}:" for scheme, library in LIBRARIES.items() if libr
 
 @dataclass
 class FunctionEnvironment:
-    """A function of the texts of all turns, the example and its settings, as an environment without state of its
-    own.
-    """
+    """A function of the texts of all turns, the example and its settings, as a stateless environment."""
 
     function: Callable[..., Any]
     settings: Mapping[str, Any]
@@ -167,9 +166,7 @@ def answerer(name: str, params: dict[str, Any]) -> Answerer:
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """Call a coroutine function, or a plain function in a thread of its own so that it does not block the event
-    loop.
-    """
+    """Call a coroutine function, or a plain function in a separate thread so that it does not block the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **settings)
     return await in_thread(partial(function, *arguments, **settings))

@@ -3,7 +3,7 @@ environments of `verifiers`, which run their own loop.
 
 Each library is a value of `LIBRARIES`. `environments` looks a name's scheme up there, and calls its `find` with the
 rest of the name and the settings, if the library is installed. `find` imports the library: the processes of
-trajectories are copies of the one that called it, and would import it once each within their time limit.
+trajectories are copies of the one that called it, and would otherwise import it within their time limit.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class GemEnvironment:
     def step(self, text: str) -> Observation:
         with self._own_random_numbers():
             observed, reward, terminated, truncated, info = self._environment.step(text)
-        # gem's request for the next action is apart from its observation.
+        # gem's request for the next action is separate from its observation.
         observed = "\n".join(filter(None, (observed, info.get("suffix"))))
         return Observation(observed, float(reward), bool(terminated or truncated))
 
@@ -121,7 +121,7 @@ def mcp(
     The verifier `verify`, with the settings `verify_params`, scores the final answer.
     """
     importlib.import_module("mcp")
-    # It logs each invalid answer with a traceback, and raises as well.
+    # It logs each invalid answer with a traceback in addition to raising.
     logging.getLogger("mcp.client").setLevel(logging.CRITICAL)
     verifier, server = resolve(verify, verify_params), [name]
     if not name.startswith(HTTP):
@@ -157,7 +157,7 @@ class McpEnvironment(ToolTurns):
 
     @staticmethod
     async def opened(server: list[str], verifier: Verifier) -> "McpEnvironment":
-        """Connect to a server, an address or the words of a command. Raises what the connection raises."""
+        """Connect to a server, an address or the words of a command. Raises the connection's errors."""
         from mcp import Client, StdioServerParameters
 
         connection: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -178,7 +178,7 @@ class McpEnvironment(ToolTurns):
             if not connection.done():
                 await task
             tools = (await connection.result().list_tools()).tools
-        except BaseException:  # also if the time limit has passed: a command's process would run on
+        except BaseException:  # even after the time limit: a command's process would otherwise keep running
             task.cancel()
             await asyncio.wait((task,))
             raise
@@ -237,8 +237,8 @@ class OpenEnvEnvironment:
         return self._said((await self._client.reset(seed=example["seed"])).observation)
 
     async def step(self, text: str) -> Observation:
-        """Return the observation after an action; a turn that is not a valid action gets an error message, and the
-        episode continues.
+        """Return the observation after an action; an invalid action gets an error message, and the episode
+        continues.
         """
         try:
             action = {self._action: text} if self._action else json.loads(text)
@@ -269,7 +269,7 @@ def verifiers(
     A row plays the task with its group's number, in the `harness` of this name; the task's rewards give the score.
     `settings` are those of the taskset's configuration.
     """
-    # Imported here: it is installed in an environment of its own, and takes seconds to import.
+    # Imported here: it is installed in a separate environment, and takes seconds to import.
     from braidrl.agents.verifiers_tasks import TaskSets
 
     return TaskSets(name, harness, settings)
@@ -282,7 +282,7 @@ class Library:
     find: Callable[..., Callable[..., Any]]
     """Returns a factory of environments, given a name and settings, or for an agent the agent."""
     module: str
-    """The module that shows that it is installed."""
+    """The module whose presence shows that the library is installed."""
     package: str
     install: str
     is_agent: bool = False

@@ -1,7 +1,7 @@
 """The endpoint's listening socket, its API key, and its limit on connections.
 
 connection ──accepted──▶ waits for a request ──its body is read──▶ busy ──answered──▶ waits again
-                         └── if there are too many, the one that waits longest is closed
+                         └── if there are too many, the longest-waiting one is closed
 """
 
 import asyncio
@@ -29,7 +29,7 @@ NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 def endpoint_key(settings: EnvironmentConfig) -> str | None:
     """Return the key of a run's endpoint, None without one.
 
-    Raises UserError for a variable that is not set, and for an address that other machines reach without a key.
+    Raises UserError for a variable that is not set, and for a key-less address that other machines can reach.
     """
     name, host = settings.key_variable, settings.host
     key = None if name is None else os.environ.get(name)
@@ -93,7 +93,7 @@ class BoundedConnections:
                 accepted, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 if error.errno in NO_ROOM:
-                    # Other parts of the process use descriptors that were counted as room for connections.
+                    # Other parts of the process use descriptors that were reserved for connections.
                     self.failures += 1
                     self.most = max(4, len(self._waiting) + len(self._busy) - 8)
                     self._make_room(self.most)

@@ -1,10 +1,10 @@
-"""Players of trajectories, many at once: a model and an environment take turns until one of them ends the trajectory,
+"""Players of concurrent trajectories: a model and an environment take turns until one of them ends the trajectory,
 or an agent, a function with its own loop and any client library, calls the endpoint.
 
                 ┌──────────────────── text, decoded ───────────────────┐
 context ──▶ engine ──▶ sampled tokens ──append──▶ Trajectory        environment
                 ▲                                     ▲                 |
-                └──────────── its tokens ─────────────┴── observation, tokenised alone
+                └──────────── its tokens ─────────────┴── observation, tokenized alone
 
 With several policies an episode has a trajectory for each. An observation names the policy that reads it and acts next:
 
@@ -52,14 +52,16 @@ class Player(ABC):
     spans: EpisodeSpans = field(default_factory=EpisodeSpans)
 
     async def play(self, rows: Rows) -> list[Trajectory]:
-        """Play one trajectory for each row, at most `at_once` at a time, and return them in the order of the rows."""
+        """Play one trajectory for each row, at most `at_once` concurrently, and return them in the order of the
+        rows.
+        """
         free, metadata = asyncio.Semaphore(self.limits.at_once), rows["metadata"]
 
         images = rows.get("images") or [()] * len(rows)
 
         async def play_row(uid: Uid, prompt: SeenIds, metadata: dict[str, Any]) -> Trajectory:
             async with free:
-                # A process that was killed from outside is no fault of the environment.
+                # An external kill of the process is not the environment's fault.
                 for attempt in range(1 + max(1, self.limits.retries)):
                     others = {role: Trajectory(uid) for role in self.policies}
                     trajectory = Trajectory(uid, attempt=attempt, others=others)
@@ -125,7 +127,7 @@ class AgentPlayer(Player):
     async def play_one(self, trajectory: Trajectory, prompt: SeenIds, metadata: dict[str, Any]) -> None:
         """Run a row's agent; the number or Observation that it returns is the score.
 
-        An agent without a call has failed.
+        An agent that made no call has failed.
         """
         uid, endpoint = trajectory.uid, self.endpoint
         example = {**self.example_of(uid, metadata, endpoint.turns.purpose), "api_key": endpoint.key or "-"}
@@ -148,7 +150,7 @@ class EnvironmentPlayer(Player):
     turns: TurnSampling
     _: KW_ONLY
     role: str = "actor"
-    """The role whose trajectory is the row's own."""
+    """The role whose trajectory is the row's main one."""
 
     def trajectory_of(self, trajectory: Trajectory, role: str) -> Trajectory:
         """Return a policy's trajectory in an episode. Raises EnvironmentFailed for a role that does not play."""
@@ -210,7 +212,7 @@ class EnvironmentPlayer(Player):
                 sampled = await acting.sample_turn(
                     self.engine,
                     new.ids,
-                    # Each policy draws with random numbers of its own.
+                    # Each policy draws with separate random numbers.
                     turns if policy == self.role else replace(turns, stage=f"{turns.stage} {policy}"),
                     opens=opens,
                     images=new.images,
@@ -254,7 +256,7 @@ class EnvironmentPlayer(Player):
 
 
 def tokenised(template: Callable[..., SeenIds], *arguments: Any) -> SeenIds:
-    """Tokenise an environment's text or messages. Raises EnvironmentFailed if the chat template refuses them."""
+    """Tokenize an environment's text or messages. Raises EnvironmentFailed if the chat template refuses them."""
     try:
         return template(*arguments)
     # A chat template may raise any exception for an environment's message.

@@ -1,10 +1,10 @@
 """Episodes that are suspended, in partial rollout, and resume in a later iteration.
 
 iteration k     context ─▶ turn ─▶ observation ─▶ turn, budget spent ──▶ suspended: the row's columns
-iteration k+1   a new environment ◀─ recorded turns, one after the other; then engine ─▶ the rest of the turn ─▶ ...
+iteration k+1   a new environment ◀─ recorded turns, one after the other; then engine ─▶ the remaining turn ─▶ ...
 
-A suspended episode is its columns alone: it resumes on any rank, and after a checkpoint. Its environment is played
-again with the recorded actions, and must answer as before.
+A suspended episode consists only of its columns: it resumes on any rank, and after a checkpoint. Its environment is
+played again with the recorded actions, and must answer as before.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Recorded:
     actions: Tensor
     """(T,) int64, of all turns."""
     per_token: Mapping[str, Tensor]
-    """Their values of the columns that the engine returns."""
+    """The actions' values of the columns that the engine returns."""
     sequence: Tensor
     """(S,) int64, the last sequence of tokens; empty before the first turn."""
     budget: int | None
@@ -54,7 +54,9 @@ class ResumingEpisodes:
         self._tokenizer, self._end_ids, self._suspends = tokenizer, end_ids, suspends
 
     async def submit(self, request: Request) -> Response:
-        """Return a turn: recorded, drawn, or both. Raises EnvironmentFailed if its context is not the recorded one."""
+        """Return a turn: recorded, generated, or both. Raises EnvironmentFailed if its context differs from the
+        recorded one.
+        """
         recorded = self.rows[request.uid]
         row = row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens)
         tokens, count, is_complete = recorded.actions[request.first_draw :], 0, False

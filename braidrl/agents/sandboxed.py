@@ -1,9 +1,9 @@
 """The run's proxies of a user's environments and agents in the sandbox.
 
 EnvironmentHosts ──one end of a socket for each trajectory──▶ host: has imported the environment
-SandboxedEnvironment ──requests over the other end──▶ the trajectory's own process, a copy of the host
+SandboxedEnvironment ──requests over the other end──▶ the trajectory's process, a copy of the host
 
-An answer that is not plain data of the right form is a failure of the environment, which ends only its own trajectory.
+An answer that is not plain data of the right form is a failure of the environment, which ends only this trajectory.
 """
 
 import json
@@ -36,12 +36,11 @@ async def answer_of(session: HostSession, method: str, argument: Any) -> Message
 
 
 class SandboxedEnvironment:
-    """An environment whose methods are called in a process of its own."""
+    """An environment whose methods are called in a separate process."""
 
     def __init__(self, session: HostSession, answer: Message) -> None:
-        """Take the `answer` of the process that made the environment.
-
-        Raises EnvironmentFailed if it lacks the tools.
+        """Store the `answer` of the process that made the environment. Raises EnvironmentFailed if it lacks the
+        tools.
         """
         tools = answer.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -57,7 +56,7 @@ class SandboxedEnvironment:
         return observation_of(await answer_of(self._session, "step", text))
 
     async def close(self) -> None:
-        """Call the environment's own `close`, and end its process."""
+        """Call the environment's `close`, and end its process."""
         try:
             if self._closes and self._session.ready:
                 await answer_of(self._session, "close", None)
@@ -83,7 +82,7 @@ def observation_of(answer: Message) -> Observation:
 class EnvironmentHosts:
     """The environments and agents of a run by name.
 
-    If sandboxed, a process of its own imports each, and each trajectory gets a copy.
+    If sandboxed, a separate process imports each, and each trajectory gets a copy.
     """
 
     settings: EnvironmentConfig
@@ -118,11 +117,11 @@ class EnvironmentHosts:
         return act if name.startswith(AGENTS) else make
 
     def listener(self, name: str) -> socket.socket | None:
-        """Return the socket on which an agent must be served; None if any will do."""
+        """Return the socket on which an agent must be served; None if any socket works."""
         return None if self.settings.sandbox == "none" else self._host(name).listener()
 
     def _host(self, name: str) -> CodeHost:
-        """Return the process that has imported an environment or agent; start it if it does not run."""
+        """Return the process that has imported an environment or agent; start it if it is not running."""
         settings, agent = self.settings, name.startswith(AGENTS)
         prefix = AGENT if name.startswith(AGENT) else ""
         relative_name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))

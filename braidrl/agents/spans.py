@@ -24,7 +24,7 @@ class EpisodeSpans:
     """The spans of a process's episodes; nothing is recorded without a destination."""
 
     def __init__(self, destination: str | None = None) -> None:
-        """Begin to write to a folder, or to send to a service. Raises UserError if OpenTelemetry is not installed."""
+        """Start to write to a folder, or to send to a service. Raises UserError if OpenTelemetry is not installed."""
         self._provider: Any = None
         if destination is None:
             return
@@ -59,13 +59,13 @@ class EpisodeSpans:
                 span.set_attributes({key: value for key, value in attributes.items() if value is not None})
 
     def close(self) -> None:
-        """Write or send what is left."""
+        """Write or send the remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 def check_spans(destination: str | None) -> None:
-    """Raise UserError if spans are wanted and OpenTelemetry's SDK is not installed."""
+    """Raise UserError if spans are configured and OpenTelemetry's SDK is not installed."""
     needed = "opentelemetry.exporter" if destination == OTLP else "opentelemetry.sdk"
     if destination is None or (importlib.util.find_spec("opentelemetry") and importlib.util.find_spec(needed)):
         return

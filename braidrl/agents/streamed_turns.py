@@ -1,4 +1,4 @@
-"""Turns that are streamed to their client while the engine draws them.
+"""Turns that are streamed to their client while the engine generates them.
 
 engine ──tokens──▶ TurnStream ──pieces of text──▶ TurnEvents of a dialect ──▶ client
 """
@@ -17,7 +17,7 @@ UNFINISHED = "\ufffd"
 
 
 class TurnStream:
-    """A turn that is streamed to its client while it is drawn: its tokens, and the pieces of their text that may be
+    """A turn that is streamed to its client while it is generated: its tokens, and the pieces of their text that may be
     sent.
     """
 
@@ -47,7 +47,7 @@ class TurnStream:
         if not now.endswith(UNFINISHED):
             self._text += now[len(before) :]
             self._from, self._read = self._read, len(self._tokens)
-        # A stop text that is complete begins in the part that was not sent.
+        # A complete stop text begins in the unsent part.
         end = first_stop(self._text, self._stops, self._sent)
         end = len(self._text) - self._held if end is None else end
         piece = self._text[self._sent : max(end, self._sent)]
@@ -104,11 +104,11 @@ async def streamed(
                     await send((dialect.events.keep_alive,))
         assert events is not None
         await send(events.over(replies))
-    except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
+    except ConnectionError:  # the client has disconnected; the tokens generated for it belong to its row
         await asyncio.wait((turn,))
     return answer
 
 
 def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
-    """Return the first position from `begin` on at which a text has one of the stop texts; None if it has none."""
+    """Return the first position from `begin` on of a stop text; None if there is none."""
     return min((position for stop in stops if (position := text.find(stop, begin)) >= 0), default=None)

@@ -3,7 +3,7 @@ model's tokens stay unchanged.
 
 the model's turn ─format─▶ text and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` ─parse_tool_calls─▶ calls
 
-A malformed call stays malformed in the conversion: `parse_tool_calls` describes the fault, for the model to read.
+A malformed call stays malformed in the conversion: `parse_tool_calls` describes the fault to the model.
 """
 
 import ast
@@ -60,7 +60,7 @@ def as_text(value: Any) -> str:
 def between_tags(text: str, begins: str, ends: re.Pattern[str]) -> list[str]:
     """Return each text between a tag and the pattern that ends it.
 
-    JSON in it ends where its value ends: the closing tag may stand in one of its strings.
+    JSON in it ends where its value ends: one of its strings may contain the closing tag.
     """
     bodies, begin = list[str](), text.find(begins)
     while begin >= 0:
@@ -127,7 +127,7 @@ def tagged(calls: Sequence[str]) -> str:
 
 
 def call_text(name: str, arguments: str) -> str:
-    """Return a call in Hermes' format with arguments that are JSON, or were meant to be."""
+    """Return a call in Hermes' format with arguments that are JSON, possibly malformed."""
     return f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments.strip() or "{}"}}}'
 
 
@@ -162,7 +162,7 @@ def glm(text: str, tools: Tools) -> list[str]:
 
 
 def types_of(schema: Any) -> set[str]:
-    """Return the types that a JSON schema allows, as far as it names them."""
+    """Return the types that a JSON schema allows, as far as it names any."""
     if not isinstance(schema, Mapping):
         return set()
     named, choices = schema.get("type"), schema.get("anyOf")
@@ -171,16 +171,16 @@ def types_of(schema: Any) -> set[str]:
 
 
 def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
-    """Return a call with arguments given as text: strings where the schema says so, else JSON where they parse."""
+    """Return a call with arguments given as text: strings if the schema says so, otherwise JSON if they parse."""
     functions = (tool.get("function") or tool for tool in tools)
     schema: Any = next((function for function in functions if function.get("name") == name.strip()), {})
     properties = (schema.get("parameters") or {}).get("properties") or {}
     arguments: dict[str, Any] = {key.strip(): text for key, text in values}
     for key, text in arguments.items():
         kinds = types_of(properties.get(key))
-        # A text or null, as an optional text is, is null only where the model writes so.
+        # An optional text is null only if the model writes null.
         if kinds - {"null"} != {"string"} or (text == "null" and "null" in kinds):
-            # A value that is no JSON, or too deep, is text.
+            # A value that is not JSON, or too deep, is text.
             with suppress(ValueError):
                 arguments[key] = parse_json(text, finite=False, refuse_surrogates=False)
     return call_text(name, json.dumps(arguments))

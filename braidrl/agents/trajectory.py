@@ -37,9 +37,9 @@ class Limits:
     max_abs: float = math.inf
     """A score with a larger absolute value is a failure of the environment."""
     episode_timeout_s: float = math.inf
-    """Seconds for all turns of an environment's trajectory, those of the model included."""
+    """Seconds for all turns of an environment's trajectory, including those of the model."""
     retries: int = 0
-    """A failed trajectory is played again so many times."""
+    """Maximum number of replays of a failed trajectory."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class TurnSampling:
 
     params: SamplingParams
     max_sequence_tokens: int
-    """A turn is shortened to the room that its context leaves in so many tokens."""
+    """Maximum tokens of a sequence; a turn is shortened to the remaining ones."""
     purpose: str = "train"
     stage: str = "generate"
-    """Random numbers depend on both."""
+    """Random numbers depend on the stage and the purpose."""
     columns: tuple[str, ...] = ()
-    """Columns per token that the engine returns beside those of every response."""
+    """Columns per token that the engine returns in addition to those of every response."""
 
 
 @dataclass
@@ -67,13 +67,13 @@ class Trajectory:
     """True for each token that was sampled."""
     sequence_lengths: list[int] = field(default_factory=list)
     images: list[ImageSpan] = field(default_factory=list)
-    """The images that some of the tokens stand for."""
+    """The images of some of the tokens."""
     turn_lengths: list[int] = field(default_factory=list)
     """The number of tokens sampled in each turn."""
     turn_starts: list[int] = field(default_factory=list)
-    """Where in `tokens` each turn begins."""
+    """The position in `tokens` of each turn's first token."""
     rewards: list[float] = field(default_factory=list)
-    """The reward after each turn so far; turns after the last one that was rewarded have none yet."""
+    """The reward after each turn so far; turns after the last rewarded one have none yet."""
     per_token: dict[str, Tensor] = field(default_factory=dict)
     """The engine's columns: of the sampled tokens of all turns, or of all tokens of the row."""
     score: float = 0.0
@@ -83,11 +83,11 @@ class Trajectory:
     """`timeout`, or the name of the exception that the environment raised."""
     detail: str = ""
     killed: bool = False
-    """True if the environment's process was ended from outside."""
+    """True if the environment's process was killed externally."""
     attempt: int = 0
     """Failed attempts before this one."""
     others: dict[str, "Trajectory"] = field(default_factory=dict)
-    """By role the trajectories of the other policies in the same episode."""
+    """The trajectories of the other policies in the same episode, by role."""
     idle: bool = False
     """True for a policy that took no turn of its episode."""
 
@@ -180,9 +180,9 @@ class Trajectory:
         """Append `ids` and a turn that the engine samples after them, in a new sequence with `opens`; return the
         sampled tokens.
 
-        `policy` is the role whose weights sample, where an engine has several. `on_token` is called with each sampled
-        token's index in the turn, and its id. Raises UserError if there is no room for a token; nothing was appended
-        then, as after an error of the engine.
+        `policy` is the role whose weights sample, if an engine has several. `on_token` is called with each sampled
+        token's index in the turn, and its id. Raises UserError if there is no space for a token; then, as after an
+        error of the engine, nothing is appended.
         """
         context = [*ids] if opens else [*self.sequence, *ids]
         spans = [*images] if opens else [*self.sequence_images, *moved(images, len(context) - len(ids))]
@@ -260,7 +260,7 @@ def trajectory_columns(
     )
     score = torch.tensor([t.score for t in trajectories], dtype=torch.float32)
     correct = [t.score >= limits.correct_score if t.correct is None else t.correct for t in trajectories]
-    # The score of a failed trajectory, or of one without a turn, says nothing about its actions, nor about its group's
+    # The score of a failed trajectory, or of one without a turn, is meaningless for its actions and for its group's
     # prompt.
     counted = [t.finish_reason is not FinishReason.ERROR and not t.idle for t in trajectories]
     mask, sequences = generated["action_mask"], generated["sequence_lengths"]
@@ -286,7 +286,7 @@ def trajectory_columns(
 
 
 def unplayed_columns(rows: Rows, columns: Sequence[str], values: Mapping[str, Tensor]) -> dict[str, Column]:
-    """Return the columns of suspended episodes for `rows` whose episodes have not begun.
+    """Return the columns of suspended episodes for `rows` whose episodes have not started.
 
     `values` are the empty columns of an engine without tokens.
     """
@@ -314,7 +314,7 @@ def with_oldest_version(columns: Mapping[str, Column]) -> dict[str, Column]:
 def turn_states(trajectory: Trajectory) -> list[int]:
     """Return a number for each turn.
 
-    Turns have equal numbers if the model saw the same tokens and images before them, from the turn before or the
+    Turns have equal numbers if they have the same tokens and images before them, from the previous turn or the
     sequence's beginning on.
     """
     turns = zip(trajectory.turn_starts, trajectory.turn_lengths, strict=True)
@@ -365,7 +365,7 @@ def generated_columns(
     """
     returned = dict[str, Ragged]()
     for column in returned_columns(columns):
-        # A row that drew nothing may lack a column.
+        # A row without generated tokens may lack a column.
         values = [row.get(column.name, column.empty()) for row in per_token]
         dtype = next(
             (entries.dtype for entries in values if len(entries)), values[0].dtype if values else column.empty().dtype

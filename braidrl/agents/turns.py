@@ -1,11 +1,11 @@
-"""Observations, their token ids that continue a conversation, and failures. Earlier turns are never tokenised again.
+"""Observations, their token ids that continue a conversation, and failures. Earlier turns are never tokenized again.
 
     ... <start>assistant  I guess 5 <end> | ⏎ <start>user  higher <end> ⏎ <start>assistant ⏎ | I guess 7 <end>
                           sampled           this, tokenised alone                              sampled
 
 The text between two assistant turns comes from the chat template itself: it is rendered with a mark as the assistant's
-turn, and the text after the mark follows a turn. So it does not matter how the template changes earlier turns, for
-example by removing their reasoning.
+turn, and the text after the mark follows a turn. So changes of earlier turns by the template, such as removed
+reasoning, have no effect.
 
 Calls of tools are found by token ids, by a reader of the library `renderers`, if one is proven to write the chat
 template's ids over several turns (`exact_over_turns`); otherwise by the formats of `tool_calls`.
@@ -38,7 +38,7 @@ WITHOUT_READER = ("default", "inkling")
 
 
 class SeenIds(NamedTuple):
-    """Token ids, and the images that some of them stand for."""
+    """Token ids, and the images of some of them."""
 
     ids: list[int]
     images: "Sequence[ImageSpan]" = ()
@@ -50,12 +50,14 @@ class TurnTemplate:
 
     template: "PromptTemplate"
     tool_format: str | None = None
-    """The model's format of tool calls, one of `tool_calls.FORMATS`; by default the tokenizer's own."""
+    """The model's format of tool calls, one of `tool_calls.FORMATS`; by default that of the tokenizer's chat
+    template.
+    """
     hidden: frozenset[int] | None = None
-    """Tokens that the text of a turn leaves out; None stands for all special ones."""
+    """Tokens that the text of a turn omits; None means all special ones."""
 
     def first(self, context: Context, tools: Tools = ()) -> SeenIds:
-        """Tokenise a whole context. Raises UserError for malformed tool calls, or if the chat template refuses it."""
+        """Tokenize a full context. Raises UserError for malformed tool calls, or if the chat template refuses it."""
         if tools and not self.template.shows_tools:
             warn_of_unread_tools()
         messages = self.kept(context)
@@ -64,7 +66,7 @@ class TurnTemplate:
     def kept(self, context: Context) -> Context:
         """Return messages in the form for templates, with their images in the run's store.
 
-        Raises UserError for a broken image, and for images that the model does not see.
+        Raises UserError for a broken image, and for images with a text-only model.
         """
         if isinstance(context, str):
             return context
@@ -116,14 +118,14 @@ class TurnTemplate:
         if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
             try:
                 parsed = reader.parse_response(ids, tools=list(tools), prompt_ids=self.template.encode("-", tools))
-            except Exception as error:  # of any kind: a reader of calls may not allow what the model has written
+            except Exception as error:  # of any kind: a reader may reject the model's text
                 return tagged([f"{type(error).__name__}: {error}"])
             hermes_calls = []
             for call in parsed.tool_calls:
                 is_whole = isinstance(call.arguments, dict) and call.name
                 hermes_calls.append(written(call.name, call.arguments) if is_whole else call.raw)
             before = min((c.token_span[0] for c in parsed.tool_calls if c.token_span is not None), default=len(ids))
-            # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
+            # Text that only looks like a call, in reasoning or as plain text, must not reach the environment as one.
             before_calls = decode(ids[:before], skip_special_tokens=False).replace("<tool_call>", "<tool call>")
             calls = tagged(hermes_calls)
         elif re.search(r"<tool_call>\s*\{", plain):
@@ -149,7 +151,7 @@ class TurnTemplate:
         prompt = self.template.render("-", tools)
         try:
             message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
-        except Exception as error:  # of whatever kind: the model has written what its own format does not allow
+        except Exception as error:  # of any kind: the model's text violates its format
             return "", tagged([f"{type(error).__name__}: {error}"])
         functions = [call["function"] for call in message.get("tool_calls") or []]
         calls = [written(str(function["name"]), function["arguments"]) for function in functions]
@@ -168,13 +170,13 @@ def written(name: str, arguments: Any) -> str:
 
 @cache
 def warn_of_unread_tools() -> None:
-    """Log, once per process, that the model is not told of an environment's or agent's tools."""
+    """Log, once per process, that the model's prompt lacks the tools of an environment or agent."""
     logging.getLogger(__name__).warning(f"{UNREAD_TOOLS}: name them in the system prompt, or set another template")
 
 
 def exact_over_turns(template: "PromptTemplate", reader: Any) -> bool:
-    """Return True if a renderer gives prompts, and what follows each turn of some conversations, the ids of the chat
-    template.
+    """Return True if a renderer produces the chat template's ids for prompts, and for what follows each turn of some
+    conversations.
     """
     closing = template.tokenizer.decode([template.end_id])
     for messages, tools in TRIALS:
@@ -184,7 +186,7 @@ def exact_over_turns(template: "PromptTemplate", reader: Any) -> bool:
         if list(reader.render_ids(opening, tools=named, add_generation_prompt=True)) != ids:
             return False
         for turn, following in zip(turns, [*turns, len(messages)][1:], strict=True):
-            # A mark stands for each turn, since templates may render earlier turns otherwise.
+            # A mark replaces each turn, since templates may render earlier turns differently.
             marked = {**messages[turn], "content": MARK}
             rendered = template.apply([*messages[:turn], marked, *messages[turn + 1 : following]], tools, opens=True)
             calls, _, between = rendered.partition(MARK)[2].partition(closing)
@@ -222,7 +224,7 @@ def _proven(tokenizer: Any, arguments: str) -> Any | None:
             reader = create_renderer(tokenizer, merge_chat_template_kwargs(config, template.arguments))
             if exact_over_turns(template, reader):
                 return reader
-        except Exception:  # of any kind: this family's tokens or arguments are not the tokenizer's
+        except Exception:  # of any kind: this family's tokens or arguments do not match the tokenizer
             continue
     return None
 
@@ -232,19 +234,18 @@ class Observation:
     """An environment's answer to one turn of the model."""
 
     said: Context = ""
-    """Text, or messages such as tool results, to append; with `restart` the whole next context."""
+    """Text, or messages such as tool results, to append; with `restart` the complete next context."""
     reward: float = 0.0
     """This turn's reward; a row's score is the sum over its turns."""
     done: bool = False
     correct: bool | None = None
-    """Whether the task was solved; by default whether the score is a right answer's."""
+    """True if the task was solved; by default derived from the score of a right answer."""
     restart: bool = False
-    """`said` replaces the whole context.
-
-    It is appended if it extends the context's tokens, else it opens a new sequence.
+    """`said` replaces the complete context. It is appended if it extends the context's tokens; otherwise it opens a new
+    sequence.
     """
     policy: str | None = None
-    """The role that takes the next turn and reads `said`; by default the one that took the last turn."""
+    """The role that takes the next turn and reads `said`; by default the role of the last turn."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards of other roles, each for its last turn: `reward` is that of the role that has just acted."""
 
@@ -263,7 +264,7 @@ class Observation:
 
 
 def check_context(context: object) -> None:
-    """Raise TypeError for anything but text or messages."""
+    """Raise TypeError for a value other than text or messages."""
     if isinstance(context, str):
         return
     if not isinstance(context, list) or not all(
@@ -273,10 +274,10 @@ def check_context(context: object) -> None:
 
 
 class EnvironmentFailed(Exception):
-    """A failure of the environment, which raised or did not answer in time. It ends only its own trajectory."""
+    """A failure of the environment, which raised or did not answer in time. It ends only this trajectory."""
 
     def __init__(self, reason: str, detail: str, killed: bool = False) -> None:
-        """Record the reason; `killed` if the process was ended from outside, after which the trajectory is played once
+        """Record the reason; `killed` if the process was killed externally, after which the trajectory is played once
         more.
         """
         super().__init__(f"{reason}: {detail}")
@@ -284,7 +285,7 @@ class EnvironmentFailed(Exception):
 
 
 def outcome_of(returned: Any) -> Observation:
-    """Return an agent's score as an Observation. Raises EnvironmentFailed for anything else."""
+    """Return an agent's score as an Observation. Raises EnvironmentFailed for other values."""
     if isinstance(returned, Observation):
         return returned
     try:

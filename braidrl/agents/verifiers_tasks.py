@@ -1,10 +1,10 @@
-"""Tasks of the package `verifiers`, 0.4 or later, played in the trajectory's own process.
+"""Tasks of the package `verifiers`, 0.4 or later, played in the trajectory's process.
 
 taskset ──a task──▶ environment ──▶ harness, a program in `TrajectoryRuntime` ──its requests──▶ verifiers' relay ──▶ the
                                                                      rewards ◀── the trace                     endpoint
 
-The harness, its tools and the task's hooks are processes of the trajectory's process: the sandbox that walls this one
-in walls them in too.
+The harness, its tools and the task's hooks are processes of the trajectory's process: the sandbox of this process
+contains them too.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ KEY_VARIABLE = "BRAID_ENDPOINT_KEY"
 
 
 class TrajectoryRuntime(SubprocessRuntime):
-    """A runtime whose programs are processes beside this one, in a folder of the trajectory.
+    """A runtime whose programs are processes of this one, in a folder of the trajectory.
 
     A program's script runs in this interpreter, which must have the packages that it needs: a sandbox does not install
     any.

@@ -4,5 +4,5 @@ rows ──verify─▶ pool
     ──completions─▶ verifier, in its process: a function of `verifiers`, `instructions`, `math_equivalence`, `programs`,
 columns ◀────── scores ◀──────────── `services`, or the user's
 
-Importing this package is cheap: the processes that check answers load neither torch nor transformers.
+Importing this package is cheap: the processes that check answers do not load torch or transformers.
 """

@@ -1,8 +1,8 @@
-"""Runs a text of tests in Python: its asserts, and what pytest, unittest and HumanEval would call.
+"""Runs a text of tests in Python: its asserts, and the tests that pytest, unittest and HumanEval would call.
 
 text ──a count before each assertion──▶ execute ──▶ test_* functions, Test* classes, TestCases, check(candidate)
 
-A test that passes without an assertion tells nothing about the program, so it is refused.
+A test that passes without an assertion does not test the program, so it is refused.
 """
 
 import ast
@@ -30,15 +30,15 @@ class Stopped(BaseException):
     """The end of a test for another reason than its assertions; the test's `except` clauses do not catch it."""
 
     def __init__(self, reason: Exception | None) -> None:
-        """Give the failure of the row, or None if the program is wrong."""
+        """Store the failure of the row, or None if the program is wrong."""
         super().__init__(str(reason))
         self.reason = reason
 
 
 def runs(case: Asserted, peer: Any) -> bool:
-    """Execute a text of tests in this process, and return whether they hold; `peer` asks the program.
+    """Execute a text of tests in this process, and return True if they pass; `peer` sends requests to the program.
 
-    Raises ValueError for a test that cannot be used, and Stopped.
+    Raises ValueError for an unusable test, and Stopped.
     """
     imports, marked = ImportsOfProgram(parsed(case.text)), peer.raised_by_program
     tree, names = imports.tree, Names(imports, case.entry, peer.ask)
@@ -49,7 +49,7 @@ def runs(case: Asserted, peer: Any) -> bool:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
     }
     code = compile(ast.fix_missing_locations(Counted().visit(tree)), "test.py", "exec")
-    sys.modules[MODULE] = ModuleType(MODULE)  # dataclasses look their module up
+    sys.modules[MODULE] = ModuleType(MODULE)  # dataclasses look up their module
     unittest.main = lambda *_, **__: None  # type: ignore[assignment]  # it would end this process
     try:
         with contextlib.suppress(SystemExit):
@@ -78,10 +78,10 @@ def runs(case: Asserted, peer: Any) -> bool:
 
 
 class Names(dict[str, Any]):
-    """The names in a test: its own, Python's, and those under test."""
+    """The names in a test: those that it defines, Python's, and those under test."""
 
     def __init__(self, imports: ImportsOfProgram, entry: str, ask: Callable[..., Any]) -> None:
-        """Raises ValueError if the test believes a name that only the program defines."""
+        """Raises ValueError if the test trusts a name that only the program defines."""
         super().__init__()
         self.imports = imports
         self.ask, self.entry, self.asserted, self.foreign = ask, entry, 0, False
@@ -135,19 +135,21 @@ class Names(dict[str, Any]):
         return type(value._plain() if isinstance(value, Foreign) else value)
 
     def same(self, one: Any, other: Any) -> bool:
-        """Return `one is other`, unless that is the program's to say."""
+        """Return `one is other`, unless the program decides this."""
         if one is not other and isinstance(one, Foreign) and isinstance(other, Foreign):
             return bool(one == other)
         return one is other
 
 
 class Counted(ast.NodeTransformer):
-    """Puts a count before each statement that asserts, into what handles an exception that a test expects, and asks for
-    `is` where values of the program may be compared.
+    """An AST transformer of a test.
+
+    It inserts a count before each assertion, also in handlers of expected exceptions, and replaces `is` where values of
+    the program may be compared.
     """
 
     def visit(self, node: ast.AST) -> Any:
-        """Return the node, with a count before it where it asserts."""
+        """Return the node, preceded by a count if it asserts."""
         asserts = isinstance(node, ast.stmt) and asserting(node)
         if isinstance(node, ast.Try) and any(asserting(part) for part in ast.walk(node) if isinstance(part, ast.stmt)):
             for handler in node.handlers:
@@ -178,7 +180,7 @@ def compared(node: ast.Compare) -> ast.expr:
 
 
 def collected(names: Names, called: set[str]) -> Iterator[Callable[[], Any]]:
-    """Yield what a test's framework would call, without what the test's module has called itself."""
+    """Yield the tests that a framework would call, except those that the test's module has called."""
     defined = {name: value for name, value in names.items() if getattr(value, "__module__", None) == MODULE}
     for name, value in defined.items():
         if inspect.isclass(value) and issubclass(value, unittest.TestCase):
@@ -195,7 +197,7 @@ def collected(names: Names, called: set[str]) -> Iterator[Callable[[], Any]]:
 
 
 def candidate(names: Names) -> Any:
-    """Return the function that `check` is about. Raises ValueError if neither the data nor the program tell."""
+    """Return the function for `check`. Raises ValueError if the data and the program do not determine it."""
     if not names.entry:
         functions = names.ask("functions")
         if not isinstance(functions, list) or not functions:
@@ -208,7 +210,7 @@ def candidate(names: Names) -> Any:
 
 
 def run_awaitable(awaitable: Any, **_: Any) -> Any:
-    """Do what `asyncio.run` does, with a coroutine of the program too."""
+    """Run a coroutine as `asyncio.run` does, including one of the program."""
     import asyncio
 
     async def main() -> Any:
@@ -219,7 +221,7 @@ def run_awaitable(awaitable: Any, **_: Any) -> Any:
 
 
 def awaited(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call that also runs what a coroutine function returns."""
+    """Return a function that also runs the coroutine of a coroutine function."""
 
     def run() -> None:
         result = call()

@@ -22,7 +22,7 @@ ASSERTING = ("raises", "fail", "warns")
 
 @dataclass(frozen=True)
 class Printed:
-    """The output that a program prints for an input."""
+    """The expected output of a program for an input."""
 
     given: str
     expected: str
@@ -30,7 +30,7 @@ class Printed:
 
 @dataclass(frozen=True)
 class Called:
-    """The result that a function of the program, or a method of its class `Solution`, returns for arguments."""
+    """The expected result of a function of the program, or of a method of its class `Solution`, for arguments."""
 
     function: str
     arguments: list[Any]
@@ -39,7 +39,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Asserted:
-    """A text of tests in Python, of which `entry` is the function under test, if the data name it."""
+    """A text of tests in Python; `entry` is the function under test, if the data names it."""
 
     text: str
     entry: str = ""
@@ -51,7 +51,7 @@ Case = Printed | Called | Asserted
 def cases_of(answer: Any, example: Mapping[str, Any] | None = None) -> list[Case]:
     """Return the tests in an answer; fields of the example may name the function under test, and prepare the tests.
 
-    Raises ValueError if there are none, or if one has no form that is known.
+    Raises ValueError if there are none, or for an unknown form.
     """
     example = example or {}
     answer = read(answer)
@@ -68,7 +68,7 @@ def cases_of(answer: Any, example: Mapping[str, Any] | None = None) -> list[Case
 
 
 def read(answer: Any) -> Any:
-    """Return an answer that is JSON, or Python's form of a list or dict, as its value."""
+    """Parse an answer that is JSON, or a Python list or dict."""
     if not isinstance(answer, str):
         return answer
     try:
@@ -84,7 +84,7 @@ def read(answer: Any) -> Any:
 
 
 def listed(answer: Mapping[str, Any]) -> Any:
-    """Return the tests that an answer of several fields holds."""
+    """Return the tests in an answer of several fields."""
     if "inputs" in answer or "outputs" in answer:
         inputs, outputs = answer.get("inputs") or [], answer.get("outputs") or []
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -99,7 +99,7 @@ def listed(answer: Mapping[str, Any]) -> Any:
 
 
 def case_of(test: Any, entry: str, setup: str) -> Case:
-    """Return one test. Raises ValueError for a form that is not known."""
+    """Return one test. Raises ValueError for an unknown form."""
     if isinstance(test, str):
         text = f"{setup}\n{test}" if setup else test
         if not any(asserting(node) for node in ast.walk(parsed(text)) if isinstance(node, ast.stmt)):
@@ -128,7 +128,7 @@ def arguments_of(arguments: Any) -> list[Any]:
 
 
 def value_of(text: Any) -> Any:
-    """Return a text's value, if it is JSON or a value of Python's."""
+    """Return the value of a text that is JSON or a Python literal."""
     if not isinstance(text, str):
         return text
     try:
@@ -142,7 +142,7 @@ def value_of(text: Any) -> Any:
 
 
 def joined(lines: Any) -> Any:
-    """Return a list of lines as one text, anything else unchanged."""
+    """Return a list of lines as one text, other values unchanged."""
     return "\n".join(lines) if isinstance(lines, list) and all(isinstance(line, str) for line in lines) else lines
 
 
@@ -155,7 +155,7 @@ def parsed(text: str) -> ast.Module:
 
 
 def asserting(node: ast.stmt) -> bool:
-    """Return whether a statement asserts by itself: `assert`, a call of a function that asserts, or `if ...: raise`."""
+    """Return True if a statement asserts: `assert`, a call of a function that asserts, or `if ...: raise`."""
     if isinstance(node, ast.Assert):
         return True
     if isinstance(node, ast.If):

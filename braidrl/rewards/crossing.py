@@ -1,11 +1,11 @@
 """The conversation between the process of a test and that of a program: calls in both directions, values by value.
 
 test ──{"ask": [verb, on, name, arguments]}──▶ program        a line of JSON each
-     ◀──────{"value": ...} or {"error": ...}──                between the two either side may ask the other
+     ◀──────{"value": ...} or {"error": ...}──                in between, each side may send requests to the other
 
 A value of Python's, the standard library's or numpy's types crosses as plain data and is rebuilt by the receiver. Any
-other value stays where it is, and the other side gets a `Foreign` that asks for it. The program's process executes this
-file alone, so it imports only light modules.
+other value is not sent: the other side gets a `Foreign` proxy, which forwards operations. The program's process
+executes only this file, so it imports only light modules.
 """
 
 import json
@@ -61,7 +61,7 @@ VALUES: dict[str, tuple[Callable[[Any], Payload], Callable[[Any, Payload], Any]]
 
 
 def numpy_written(value: Any) -> Payload:
-    """Return an array or a scalar of numpy as its dtype, shape and bytes; an array of objects as their list."""
+    """Return a numpy array or scalar as its dtype, shape and bytes; an array of objects as their list."""
     if value.dtype.kind == "O":
         return ["O", list(value.shape), value.ravel().tolist()]
     if value.dtype.kind not in "biufcSUmM":
@@ -84,18 +84,18 @@ def numpy_read(parts: Payload) -> Any:
 
 
 class Peer:
-    """One end of a conversation: asks the other end, and answers it."""
+    """One end of a conversation: it sends requests to the other end, and answers its requests."""
 
     foreign: type["Foreign"]
-    """What stands here for a value of the other end."""
+    """The proxy class for values of the other end."""
 
     def __init__(self, requests: Any, answers: Any) -> None:
-        """Write to the file `requests`, read from the file `answers`."""
+        """Write to the file `requests`, and read from the file `answers`."""
         self.asked, self.answered, self.own = requests, answers, list[Any]()
         self.numbers, self.errors = dict[int, int](), dict[int, type[BaseException]]()
 
     def ask(self, verb: str, on: Any = None, name: str = "", *arguments: Any, **named: Any) -> Any:
-        """Send a request to the other process, serve its requests meanwhile, and return its answer or raise its
+        """Send a request to the other process, serve its requests in the meantime, and return its answer or raise its
         exception.
         """
         sent = [self.encoded(value) for value in arguments]
@@ -112,7 +112,7 @@ class Peer:
         return self.decoded(answer.get("value"))
 
     def answer(self, request: Any) -> dict[str, Any]:
-        """Do what the other end asks; return the value, or the exception."""
+        """Execute a request of the other end; return the value, or the exception."""
         try:
             verb, on, name, sent, named = request
             arguments = [self.decoded(argument) for argument in sent]
@@ -129,7 +129,7 @@ class Peer:
     caught: tuple[type[BaseException], ...] = (Exception,)
 
     def do(self, verb: str, on: Any, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """Do one thing that the other end asks."""
+        """Execute one operation that the other end requests."""
         if verb == "call":
             return on(*arguments, **named)
         if verb == "attribute":
@@ -160,10 +160,10 @@ class Peer:
         return message
 
     def keep(self, value: Any) -> int:
-        """Return the number of one of this end's values, always the same one."""
+        """Return a permanent number for one of this end's values."""
         number = self.numbers.setdefault(id(value), len(self.own))
         if number == len(self.own):
-            self.own.append(value)  # it lives as long as its number
+            self.own.append(value)  # keeps the value alive as long as its number
         return number
 
     def encoded(self, value: Any, depth: int = 0) -> Payload:
@@ -194,13 +194,13 @@ class Peer:
         return self.reference(value)
 
     def reference(self, value: Any) -> Payload:
-        """Return what stands for a value that stays here."""
+        """Return the reference for a value that is not sent."""
         if isinstance(value, type) and value.__module__ == "builtins":
             return {"standard": f"builtins.{value.__qualname__}"}
         return {"mine": self.keep(value)}
 
     def decoded(self, sent: Payload) -> Any:
-        """Rebuild a value. Raises ValueError, TypeError, KeyError or IndexError for anything else than such data."""
+        """Rebuild a value. Raises ValueError, TypeError, KeyError or IndexError for invalid data."""
         if sent is None or isinstance(sent, bool | float | str | int):
             return sent
         if isinstance(sent, list):
@@ -230,7 +230,7 @@ class Peer:
         return VALUES[name][1](getattr(__import__(module or "builtins"), kind, None), payload)
 
     def standard(self, name: str) -> Any:
-        """Return a type of Python's, by its name."""
+        """Return a built-in type by name."""
         import builtins
 
         kind = getattr(builtins, name.removeprefix("builtins."), None)
@@ -251,7 +251,7 @@ class Peer:
         return instance
 
     def dataclass(self, name: str) -> Any:
-        """Return the class of that name here, if there is one."""
+        """Return this process's dataclass of that name, if there is one."""
         raise NotImplementedError
 
     def described(self, kind: type[BaseException]) -> Payload:
@@ -265,7 +265,7 @@ class Peer:
         return [self.keep(kind), kind.__name__, bases, kind.__module__]
 
     def exception(self, described: Payload) -> type[BaseException]:
-        """Return the class of an exception, or the stand-in of a class of the other process."""
+        """Return the class of an exception, or a substitute for a class of the other process."""
         import builtins
 
         if isinstance(described, str):
@@ -296,7 +296,7 @@ class Peer:
             return {"error": "Exception", "arguments": [], "text": "", "instance": self.keep(error)}
 
     def raised(self, answer: dict[str, Any]) -> BaseException:
-        """Return an exception of the other end."""
+        """Return the exception that the other end raised."""
         kind = self.exception(answer["error"])
         try:
             error = kind(*(self.decoded(argument) for argument in answer["arguments"]))
@@ -314,12 +314,12 @@ def of_foreign_error(error: Any, name: str) -> Any:
 
 
 def is_named(kind: Any) -> bool:
-    """Return whether a class is a named tuple that compares as tuples do."""
+    """Return True if a class is a named tuple that compares as tuples do."""
     return hasattr(kind, "_fields") and kind.__eq__ is tuple.__eq__ and kind.__new__ is not tuple.__new__
 
 
 def replace(mine: Any, changed: Any) -> None:
-    """Give a mutable value of this end the contents that a call gave to its copy."""
+    """Copy into a mutable value of this end the contents that a call gave to its copy."""
     kind = type(mine).__name__
     if kind not in MUTABLE or kind != type(changed).__name__:
         return
@@ -334,10 +334,10 @@ def replace(mine: Any, changed: Any) -> None:
 
 
 class Foreign:
-    """A value of the other end. Whatever is done with it is done there."""
+    """A proxy of a value of the other end, where all operations are executed."""
 
     def __init__(self, peer: Peer, number: int) -> None:
-        """Name the value by its `number` at the other end."""
+        """Store the value's `number` at the other end."""
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
@@ -416,7 +416,7 @@ for _name in COMPARISONS.split():
 
 
 class ProgramPeer(Peer):
-    """The program's end: executes the program, then calls its functions and reads its values as asked."""
+    """The program's end: it executes the program, then calls its functions and reads its values on request."""
 
     foreign = Foreign
     caught = (BaseException,)
@@ -446,7 +446,7 @@ class ProgramPeer(Peer):
         return super().do(verb, on, name, arguments, named)
 
     def standard(self, name: str) -> Any:
-        """Return a type or function of a standard module, which a test has named."""
+        """Return a type or function of a standard module, named by a test."""
         import importlib
 
         module, _, path = name.partition(".")
@@ -460,7 +460,7 @@ class ProgramPeer(Peer):
 
 
 def base_of(value: Any) -> Any:
-    """Return the plain value of an instance of a subclass that compares as its base does; else raise TypeError."""
+    """Return the plain value of an instance of a subclass that compares as its base does; otherwise raise TypeError."""
     bases: tuple[Any, ...] = (int, float, str, bytes, list, tuple, dict, set, frozenset)
     for base in bases:
         if isinstance(value, base) and type(value).__eq__ is base.__eq__:

@@ -1,9 +1,9 @@
 """Checks of instruction following, by the names in IFEval's data (arXiv 2311.07911).
 
-    {"instruction_id_list": ["keywords:existence", "punctuation:no_comma"], "kwargs": [{"keywords": ["tea"]}, {}]}
+{"instruction_id_list": ["keywords:existence", "punctuation:no_comma"], "kwargs": [{"keywords": ["tea"]}, {}]}
 
-Each rule is a function of the response and the instruction's own arguments. Sentences are counted by their final
-punctuation, without a language model. `language:response_language` would need one and is not supported.
+Each rule is a function of the response and the instruction's arguments. Sentences are counted by their final
+punctuation, without a language model. `language:response_language` would need a language model and is not supported.
 """
 
 import json
@@ -19,7 +19,7 @@ WORD = re.compile(r"\w+")
 
 
 def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction: bool = False) -> Score:
-    """Return whether the response follows all instructions of its example, or with `fraction` the share that it
+    """Return True if the response follows all instructions of its example, or with `fraction` the share that it
     follows.
 
     The example has `instruction_id_list` and `kwargs` as in IFEval's data. Raises ValueError for none, or an unknown
@@ -43,12 +43,12 @@ def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction:
 
 
 def compared(count: int, relation: Relation, limit: int) -> bool:
-    """Return whether a count is `at least` or `less than` the limit."""
+    """Return True if a count is `at least` or `less than` the limit."""
     return count >= limit if relation == "at least" else count < limit
 
 
 def begins(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Return whether one of exactly `num_paragraphs` paragraphs begins with a word."""
+    """Return True if there are exactly `num_paragraphs` paragraphs and one begins with a word."""
     paragraphs = [part for part in response.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False

@@ -1,4 +1,4 @@
-"""Mathematical equivalence of answers, by math-verify. It has its own file because importing sympy takes long."""
+"""Mathematical equivalence of answers, by math-verify. It is a separate file because importing sympy takes long."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from sympy.logic.boolalg import Boolean  # type: ignore[import-untyped]
 
 from braidrl.data.conversions import boxed_parts
 
-# It warns that its time is not limited. The pool limits it, without signals, which user code may use.
+# It warns about a missing time limit. The pool limits the time, without signals, which user code may use.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 JOINED = re.compile(r"[\s$]*(,|;|\band\b|\bor\b|\\text\{\s*(and|or)\s*\})[\s$]*(and\b|or\b)?[\s$]*")
 """The text between boxes that form one answer."""
@@ -37,11 +37,11 @@ MOST_SYMBOLS, MOST_POINTS, FEWEST_POINTS = 4, 30, 3
 
 
 def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
-    r"""Return whether the response's final expression equals the answer: fractions, sets, intervals, matrices,
+    """Return True if the response's final expression equals the answer: fractions, sets, intervals, matrices,
     equations.
 
-    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain; of a list each member is right. If a response
-    has several `\boxed{}`, the last one counts, together with boxes that a comma, "and" or "or" joins to it; for a set
+    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain; each member of a list is right. If a response
+    has several `\boxed{}`, the last one counts, together with boxes joined to it by a comma, "and" or "or"; for a set
     of n members the last n boxes may be the members. With `boxed` a response without `\boxed{}` is wrong. Raises
     ValueError if the answer cannot be parsed.
     """
@@ -72,7 +72,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
 
 def readable(text: str) -> str:
     """Return a text with its thousands joined, repeating decimals as fractions, angles of trigonometric functions in
-    radians, and one sign of the empty set.
+    radians, and a single notation of the empty set.
     """
 
     def fraction(match: re.Match[str]) -> str:
@@ -85,7 +85,7 @@ def readable(text: str) -> str:
 
 
 def base_of(parsed: Any) -> str | None:
-    """Return the base that a parsed number was written in; None if it has none."""
+    """Return the base in which a parsed number was written; None if it has none."""
     match = BASE.fullmatch(parsed[-1]) if parsed and isinstance(parsed[-1], str) else None
     return match and match[1]
 
@@ -101,11 +101,11 @@ def alternatives(answer: Any) -> Any:
 
 
 def equal(gold: Any, answer: Any) -> bool:
-    """Return whether two parsed answers are equal.
+    """Return True if two parsed answers are equal.
 
-    math-verify rounds numbers to six decimals, so exact ones must agree relatively too; and it takes a symbol for any
+    math-verify rounds numbers to six decimals, so exact numbers must also agree relatively. It takes a symbol for any
     complex number, so expressions are also compared where both are real. Numbers in two bases differ. Inequalities
-    equal the interval that they describe. The same text is equal, also where its value is too large to compute.
+    equal the interval that they describe. The same text is equal, even if its value is too large to compute.
     """
     if len({base_of(gold), base_of(answer)} - {None}) > 1:
         return False
@@ -122,7 +122,7 @@ def equal(gold: Any, answer: Any) -> bool:
 
 
 def equal_regions(gold: Any, answer: Any) -> bool:
-    """Return whether an interval or another set, and inequalities of one symbol, describe the same numbers."""
+    """Return True if an interval or another set, and inequalities of one symbol, describe the same numbers."""
     regions = [region(parts[0]) for parts in (gold, answer) if parts]
     if len(regions) < 2 or None in regions or not any(isinstance(parts[0], sympy.Set) for parts in (gold, answer)):
         return False
@@ -131,7 +131,7 @@ def equal_regions(gold: Any, answer: Any) -> bool:
 
 
 def region(part: Any) -> Any:
-    """Return the set that a set, or inequalities of one symbol joined by "and" or "or", describe; else None."""
+    """Return the set described by a set, or by inequalities of one symbol joined by "and" or "or"; otherwise None."""
     if isinstance(part, sympy.Eq) and isinstance(part.rhs, sympy.Set):
         return part.rhs
     if (
@@ -146,26 +146,26 @@ def region(part: Any) -> Any:
 
 
 def is_small(number: Any) -> bool:
-    """Return whether rounding to six decimals may make a number equal to another one."""
+    """Return True if rounding to six decimals may make a number equal to another one."""
     return bool((abs(sympy.N(number.doit(), 15)) < SMALL) == True)  # noqa: E712 (sympy's truth)
 
 
 def near(expected: Any, answered: Any) -> bool:
-    """Return whether two numbers agree to a relative difference of `AGREE`."""
+    """Return True if two numbers agree to a relative difference of `AGREE`."""
     expected, answered = expected.doit(), answered.doit()
     difference, bound = abs(sympy.N(expected - answered, 15)), AGREE * abs(sympy.N(expected, 15))
     return bool(expected == answered or (difference <= bound) == True)  # noqa: E712 (sympy's truth)
 
 
 def equal_complex(expected: Any, answered: Any) -> bool:
-    """Return whether two expressions, of which one has the letter i, are one complex number."""
+    """Return True if two expressions, one of which has the letter i, are the same complex number."""
     units = {symbol: sympy.I for symbol in expected.free_symbols | answered.free_symbols if symbol.name == "i"}
     expected, answered = expected.subs(units), answered.subs(units)
     return bool(units) and expected.is_number and answered.is_number and near(expected, answered)
 
 
 def equal_where_real(expected: Any, answered: Any) -> bool:
-    """Return whether two expressions of the same symbols have one value at several points at which both are real."""
+    """Return True if two expressions of the same symbols have equal values at several points at which both are real."""
     symbols = sorted(expected.free_symbols, key=str)
     if not symbols or expected.free_symbols != answered.free_symbols or len(symbols) > MOST_SYMBOLS:
         return False

@@ -1,4 +1,5 @@
-"""The pool of verifier processes, beside generation. A verifier that raises, hangs or dies fails only its own check.
+"""The pool of verifier processes, concurrent with generation. A verifier that raises, hangs or dies fails only this
+check.
 
 submit ──▶ event loop in a thread
     ──▶ sandbox: a host for each verifier, a copy of it for each call, `processes` calls at a time
@@ -41,7 +42,10 @@ ABANDONED = "the reward pool was closed before this check ended"
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """One verifier's result for one completion. `score` or `correct` is None if the verifier did not give it."""
+    """One verifier's result for one completion.
+
+    `score` or `correct` is None if the verifier did not return it.
+    """
 
     score: float | None = None
     correct: bool | None = None
@@ -78,7 +82,10 @@ class CallOutcome:
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """A pool of verifier processes. Closing it, or leaving the `with` block in any way, leaves no process behind."""
+    """A pool of verifier processes.
+
+    Closing it, or leaving the `with` block in any way, ends all processes.
+    """
 
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
@@ -111,9 +118,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             if key not in self._calls:
                 check_requirements(verifier.name, verifier.settings, settings)
                 is_built_in = verifier.name in VERIFIERS
-                # Of Braid's own verifiers only `code` runs foreign code.
+                # Of Braid's verifiers only `code` runs foreign code.
                 isolated = settings.sandbox != "none" and (not is_built_in or verifier.name == "code")
-                if isolated:  # it needs a host of its own, with the code as it is now
+                if isolated:  # it needs a separate host, with the current code
                     file = None if is_built_in else source_of(verifier.name)
                     self._hosts[key] = CodeHost(replace(self._verifier, file=file))
                 self._calls[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
@@ -135,20 +142,20 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return future
 
     async def _serve(self, key: str, ask: Callable[[], Any], future: Future[CallOutcome]) -> None:
-        """Make a call when there is a place for it, and set its future."""
+        """Make a call when there is a free slot, and set its future."""
         try:
             async with self._calls[key]:
                 result = ask()
                 result = await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError:
             future.set_exception(CancelledError(ABANDONED))
-        except Exception as error:  # an error of the pool, not of the verifier: the caller gets it
+        except Exception as error:  # an error of the pool, not of the verifier: raised to the caller
             future.set_exception(error)
         else:
             future.set_result(CallOutcome.of(result, self.settings.max_abs))
 
     async def _in_process(self, key: str, request: bytes) -> Message:
-        """Return a process's answer. A call whose process was killed from outside is repeated once."""
+        """Return a process's answer. A call whose process was killed externally is repeated once."""
         loaded = self._hosts.get(key)
         for _ in range(2):
             host = loaded or self._idle.pop()
@@ -178,7 +185,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 session.close()
 
     def close(self) -> None:
-        """End all processes and wait until they are gone; pending checks raise CancelledError."""
+        """End all processes and wait for their end; pending checks raise CancelledError."""
         with self._lock:
             if self._closed:
                 return
@@ -206,9 +213,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def check_requirements(name: str, params: Mapping[str, Any], settings: RewardConfig) -> None:
-    """Raise UserError if a verifier with its own `params`, and the `settings` of all, cannot be called.
-
-    Nothing is imported.
+    """Raise UserError if a verifier with its `params`, and the `settings` of all, cannot be called. Nothing is
+    imported.
     """
     if name == "code" and not settings.run_programs_without_walls:
         if settings.sandbox != "bubblewrap" or not settings.processes:

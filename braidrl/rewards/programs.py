@@ -4,8 +4,8 @@ response ──last block of code──▶ program ──a process per test─�
 tests (`cases.py`) ──executed here (`assertions.py`)──▶ calls of the program's functions ──pipe (`crossing.py`)──▶
                      process of the program ──plain results──▶ rebuilt and compared here
 
-The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which can
-neither read the verifier's memory nor see its descriptors.
+The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which cannot
+read the verifier's memory or access its descriptors.
 """
 
 import ast
@@ -59,11 +59,11 @@ ANSWER_BYTES = 1 << 20
 
 
 class ProgramEnded(Exception):
-    """The sandbox's limits ended a program, or refused it something."""
+    """A limit of the sandbox ended a program, or the sandbox refused an operation."""
 
 
 class CannotCross(Exception):
-    """A test needs a value of the program that only the program itself could compare."""
+    """A test needs a comparison that only the program itself could make."""
 
 
 def code(
@@ -129,7 +129,7 @@ def lines_of(text: str | None) -> list[str]:
 
 
 def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
-    """Run a test in this process; what it calls of the program runs in the program's own process."""
+    """Run a test in this process; its calls of the program's functions run in the program's process."""
     requests, ours = os.pipe()
     theirs, answers = os.pipe()
     start = START.format(folder=os.path.dirname(__file__), requests=requests, answers=answers)
@@ -147,16 +147,16 @@ def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
             except Stopped as stopped:
                 peer.stopped = peer.stopped or stopped
                 held = False
-            # An `except` without a type, or a `finally`, may have hidden it.
+            # A bare `except`, or a `finally`, may have hidden it.
             if peer.stopped is not None and peer.stopped.reason is not None:
                 raise peer.stopped.reason
             return held and peer.stopped is None
 
 
 def returns(peer: "TestPeer", case: Called) -> bool:
-    """Return whether a function, or the method of a class `Solution`, returns what a test expects.
+    """Return True if a function, or the method of a class `Solution`, returns the expected result.
 
-    As JSON has neither, tuples are compared as lists; some data sets write the one result as a list of one.
+    As JSON has neither, tuples are compared as lists; some data sets write a single result as a list of one.
     """
     try:
         try:
@@ -181,7 +181,7 @@ def as_lists(value: Any) -> Any:
 
 
 class TestPeer(Peer):
-    """The test's end of a conversation with a program, which it does not trust."""
+    """The test's end of a conversation with an untrusted program."""
 
     def __init__(self, running: "Running", requests: Any, answers: Any) -> None:
         """Talk to a `running` program over two pipes, one line at a time."""
@@ -209,7 +209,7 @@ class TestPeer(Peer):
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
             if self.raised_by_program(error):
                 raise
-            self.stop(None)  # its answer is no data
+            self.stop(None)  # its answer is invalid
         finally:
             self.show_printed()
 
@@ -234,7 +234,7 @@ class TestPeer(Peer):
         return answer
 
     def do(self, verb: str, on: Any, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
-        """Serve a program's request on a value of the test: call it, iterate over it, or use the public names of the
+        """Execute a program's request on a value of the test: call it, iterate over it, or use the public names of the
         test's classes.
         """
         steps = verb == "next" or (verb == "method" and name == "__iter__")
@@ -249,7 +249,7 @@ class TestPeer(Peer):
         raise TypeError(f"a {type(on).__name__} of the test may only be called")
 
     def reference(self, value: Any) -> Any:
-        """Return what stands for a value of the test; a type or function of the standard library goes by its name."""
+        """Return the reference for a value of the test; a type or function of the standard library is sent by name."""
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
         if isinstance(value, type | BuiltinFunctionType | FunctionType) and str(module).partition(".")[0] in KNOWN:
             loaded = sys.modules.get(str(module))
@@ -273,7 +273,7 @@ class TestPeer(Peer):
         return hasattr(error, "_foreign")
 
     def show_printed(self) -> None:
-        """Print in a test that has replaced `sys.stdout` what the program printed meanwhile."""
+        """Print in a test that has replaced `sys.stdout` the program's output in the meantime."""
         if sys.stdout is not self.terminal:
             text = os.pread(self.running.out.fileno(), OUTPUT_BYTES, self.printed)
             self.printed += len(text)
@@ -286,10 +286,13 @@ def is_of_test(value: Any) -> bool:
 
 
 class Kept(Foreign):
-    """A value of the program that stays there. The program cannot influence how a test compares it."""
+    """A proxy of a value of the program.
+
+    The program cannot influence how a test compares it.
+    """
 
     def _plain(self) -> Any:
-        """Return its plain value, if it is a number, text or container of a subclass that compares as its base."""
+        """Return the plain value of a number, text or container of a subclass that compares as its base."""
         peer = object.__getattribute__(self, "_peer")
         try:
             return peer.ask("base", self)
@@ -328,8 +331,8 @@ for _name in COMPARISONS.split():
 
 @dataclass
 class Running:
-    """A running program with `seconds` of processor time, its output in files of this call's own folder, and its
-    answers to requests.
+    """A running program with `seconds` of processor time, its output in files of this call's folder, and its answers to
+    requests.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -338,10 +341,10 @@ class Running:
     seconds: int
 
     def output(self) -> str | None:
-        """Wait, and return the output; None if the program failed by itself. Raises ProgramEnded if a limit or the
-        sandbox ended it.
+        """Wait, and return the output; None if the program failed. Raises ProgramEnded if a limit or the sandbox ended
+        it.
         """
-        # A sleeping program is ended with its row, after reward.timeout_s.
+        # A sleeping program is killed with its row, after reward.timeout_s.
         status = self.process.wait()
         if status == 0:
             self.out.seek(0)
@@ -362,15 +365,15 @@ class Running:
 
 @contextlib.contextmanager
 def started(words: Sequence[str], text: str, seconds: int, descriptors: Sequence[int] = ()) -> Iterator[Running]:
-    """Start Python with these arguments and `text` as its input; on exit kill it and the processes that it started.
+    """Start Python with these arguments and `text` as its input; on exit kill it and its descendants.
 
-    Its input and output are files, so a program that prints endlessly or reads nothing cannot block this process. The
-    kernel ends it after `seconds` of processor time, or at the sandbox's own limit if that is lower.
+    Its input and output are files, so that a program that prints endlessly or reads nothing cannot block this process.
+    The kernel ends it after `seconds` of processor time, or at the sandbox's limit if that is lower.
     """
 
     def limit_processor() -> None:
-        # It gives way to the process that counts its processes: otherwise it could start many more before they are
-        # counted.
+        # It has lower priority than the process that counts its processes: otherwise it could start many more before
+        # they are counted.
         os.nice(LATER)
         most = resource.getrlimit(resource.RLIMIT_CPU)[1]
         hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)

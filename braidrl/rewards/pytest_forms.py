@@ -1,6 +1,6 @@
 """The parts of pytest that tests in its form use: `raises`, `approx`, `mark.parametrize`, `fixture`, `fail`, `skip`.
 
-Braid needs no pytest where it runs, and starts none per call.
+Braid does not need pytest, and does not start it for each call.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Raised:
-    """The exception that `raises` has seen."""
+    """The exception that `raises` has caught."""
 
     value: BaseException
 
@@ -52,7 +52,7 @@ def raises(kind: Any, *call: Any, match: str | None = None, **named: Any) -> Any
 
 
 class Approx:
-    """A value that equals what is near it: numbers, and sequences, arrays and mappings of numbers."""
+    """A value that equals nearby values: numbers, and sequences, arrays and mappings of numbers."""
 
     __array_ufunc__ = None
     __array_priority__ = 100
@@ -84,7 +84,7 @@ class Approx:
 
 
 class Marks:
-    """Decorators of tests; of them only `parametrize` and `skip` matter here."""
+    """Decorators of tests; only `parametrize` and `skip` have an effect here."""
 
     def __getattr__(self, name: str) -> Any:
         def mark(*arguments: Any, **named: Any) -> Any:
@@ -147,7 +147,7 @@ def calls_of(test: Any, defined: Mapping[str, Any]) -> Iterator[Callable[[], Any
 
 
 def called_in_class(kind: type, name: str, values: dict[str, Any], defined: Mapping[str, Any]) -> Any:
-    """Call one test of a class, in an instance of its own."""
+    """Call one test of a class, in a new instance."""
     instance: Any = kind()
     for prepare in ("setup_class", "setup_method", "setup"):
         if hasattr(instance, prepare):
@@ -178,7 +178,7 @@ def made(name: str, defined: Mapping[str, Any]) -> Any:
 
 
 def parameters(marks: Any) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each call that `mark.parametrize` asks for."""
+    """Yield the arguments of each call that `mark.parametrize` requests."""
     sets = []
     for _, arguments, named in (mark for mark in marks if mark[0] == "parametrize"):
         names, values = [*arguments, *(named[key] for key in ("argnames", "argvalues") if key in named)][:2]

@@ -1,7 +1,7 @@
-"""Rewards from services: a language model as judge, and a user's reward server. Both are asked for many rows at a time.
+"""Rewards from services: a language model as judge, and a user's reward server. Both handle many rows concurrently.
 
 judge   a row ─prompt─▶ POST {url}/chat/completions
-    ─text──▶ score       cached on disk, so that each question is asked once
+    ─text──▶ score       cached on disk, so that no request is repeated
 remote  rows ─batches─▶ POST {url} {"items": [...]} ─▶ {"results": [...]}
 
 A request that fails temporarily (429, 500 and above, a lost connection) is repeated with growing delays.
@@ -44,7 +44,7 @@ BUSY = 429
 
 
 class Refused(Exception):
-    """A service's refusal that repeating the request would not change."""
+    """A service's permanent refusal of a request."""
 
 
 _gates: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
@@ -113,7 +113,7 @@ async def judge(
 
 
 def number_of(text: str, scale: float, lowest: float) -> float:
-    """Return a judge's score. Raises ValueError for one that its scale does not have."""
+    """Return a judge's score. Raises ValueError for a score outside its scale."""
     number, slash, of = text.partition("/")
     score = float(number)
     if not lowest <= score <= scale or (slash and float(of) != scale):
@@ -187,7 +187,7 @@ class Batches:
                 if not isinstance(results, list) or len(results) != len(rows):
                     raise Refused(f"{self.url}: `results` is no list of {len(rows)}")
                 for (_, future), result in zip(rows, results, strict=True):
-                    if not future.done():  # a row's time limit may have passed
+                    if not future.done():  # a row's time limit may have expired
                         future.set_result(result)
             except Exception as error:
                 for _, future in rows:
@@ -201,9 +201,8 @@ class Batches:
 
 
 async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: float) -> tuple[dict[str, Any], int]:
-    """Return a service's answer, a JSON object, and the number of requests made.
-
-    Raises Refused, or ConnectionError after all retries.
+    """Return a service's answer, a JSON object, and the number of requests made. Raises Refused, or ConnectionError
+    after all retries.
     """
     # Imported here: other verifiers do not need it, and it is optional.
     from aiohttp import ClientError, ClientSession
@@ -245,12 +244,12 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
-    """Fill all fields of a template at once, so that a field's name inside a response stays unchanged."""
+    """Fill all fields of a template together, so that a field's name inside a response stays unchanged."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in fields), lambda match: fields[match[0][1:-1]], template)
 
 
 def as_text(value: Any) -> str:
-    """Return text unchanged, chat messages by role, anything else as JSON."""
+    """Return text unchanged, chat messages by role, other values as JSON."""
     if isinstance(value, list) and all(isinstance(message, dict) and "content" in message for message in value):
         return "\n\n".join(f"{message.get('role', 'user')}: {text_of(message['content'])}" for message in value)
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
-"""The names under test in a text of tests: those that it neither defines nor imports, and that are not Python's.
+"""The names under test in a text of tests: names that are not defined, imported or built in.
 
-A test that lets a function of the program judge what another one returned is refused: the program could always agree.
+A test is refused if one function of the program judges the result of another: the program could always agree.
 """
 
 import ast
@@ -51,9 +51,7 @@ ASSERTS = ("assertTrue", "assertFalse", "bool")
 
 
 class ImportsOfProgram(ast.NodeTransformer):
-    """Turns what a test imports from a module that is nowhere, as in `from solution import f`, into names of the
-    program.
-    """
+    """Replaces imports from a missing module, as in `from solution import f`, by names of the program."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.names = dict[str, str]()
@@ -65,7 +63,7 @@ class ImportsOfProgram(ast.NodeTransformer):
         self.tree = ast.fix_missing_locations(self.visit(tree))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
-        """Return the assignments of names that are imported as others."""
+        """Return the assignments of names that are imported under another name."""
         module = node.module or ""
         if not node.level and not is_nowhere(module):
             return node
@@ -78,12 +76,12 @@ class ImportsOfProgram(ast.NodeTransformer):
         return assignments or ast.Pass()
 
     def visit_Import(self, node: ast.Import) -> Any:
-        """Return the import without the modules that are nowhere."""
+        """Return the import without the missing modules."""
         node.names = [alias for alias in node.names if (alias.asname or alias.name) not in self.modules]
         return node if node.names else ast.Pass()
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
-        """Return the name of what is an attribute of such a module."""
+        """Return an attribute of a missing module as a name."""
         self.generic_visit(node)
         if not isinstance(node.value, ast.Name) or node.value.id not in self.modules:
             return node
@@ -92,7 +90,7 @@ class ImportsOfProgram(ast.NodeTransformer):
 
 
 def is_nowhere(module: str) -> bool:
-    """Return whether no module of that name can be imported."""
+    """Return True if no module of that name can be imported."""
     root = module.partition(".")[0]
     return root not in sys.modules and importlib.util.find_spec(root) is None
 
@@ -130,7 +128,7 @@ def named_under_test(tree: ast.Module, entry: str, imports: Iterable[str] = ()) 
 
 
 def free_names(tree: ast.AST) -> set[str]:
-    """Return the names that are read, but neither bound in the text nor builtins of Python."""
+    """Return the names that are read, but not bound in the text or builtins of Python."""
     bound, read = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -168,11 +166,11 @@ def called_names(tree: ast.AST) -> set[str]:
 
 
 def judging(tree: ast.Module, subjects: set[str]) -> str:
-    """Return a function under test by which the test judges another one's result; empty text if there is none."""
+    """Return a function under test that judges another one's result in the test; empty text if there is none."""
     if len(subjects) < 2:
         return ""
     sources = dict[str, set[str]]()
-    for _ in range(2):  # what a name holds may come from a name that is assigned later
+    for _ in range(2):  # a name's value may come from a name that is assigned later
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -185,19 +183,21 @@ def judging(tree: ast.Module, subjects: set[str]) -> str:
             others = set[str]().union(*(results_in(argument, subjects, sources) for argument in arguments)) - {
                 node.func.id
             }
-            if any(not name[:1].isupper() for name in others):  # an object of a class under test is no result
+            if any(
+                not name[:1].isupper() for name in others
+            ):  # an object of a class under test does not count as a result
                 return node.func.id
     return ""
 
 
 def results_in(node: ast.AST, subjects: set[str], sources: dict[str, set[str]]) -> set[str]:
-    """Return the functions under test whose results an expression holds."""
+    """Return the functions under test whose results occur in an expression."""
     names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     return (called_names(node) & subjects).union(*(sources.get(name, set()) for name in names))
 
 
 def truths(tree: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions of which a test believes the truth, or the order."""
+    """Yield the expressions whose truth or order a test relies on."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert | ast.If):
             yield from parts_of(node.test)
@@ -211,7 +211,7 @@ def truths(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def parts_of(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield an expression that is believed, and what its truth or order consists of."""
+    """Yield an expression that a test relies on, and its parts."""
     if isinstance(node, ast.BoolOp):
         for value in node.values:
             yield from parts_of(value)

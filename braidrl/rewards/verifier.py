@@ -31,7 +31,7 @@ KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to check, all JSON, because it is sent to another process."""
+    """One answer to check, in JSON values, because it is sent to another process."""
 
     prompt: Any
     """Text, or chat messages."""
@@ -59,8 +59,8 @@ class Verifier:
     weight: float = 1.0
 
     def unusable(self, answer: Any, metadata: Mapping[str, Any]) -> str:
-        """Return why an example's reference answer cannot be compared with; empty if it can, or if the verifier cannot
-        tell.
+        """Return why an example's reference answer is unusable; empty if it is usable, or if the verifier cannot
+        decide.
         """
         if self.name not in READERS:
             return ""
@@ -78,8 +78,8 @@ class Verifier:
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     """Return the built-in verifier of that name, or the user's `module:function` or `file.py:function`.
 
-    Raises UserError if there is none, for a setting without a parameter, a parameter without a value, or a value that
-    does not fit.
+    Raises UserError if there is none, for a setting without a parameter, a parameter without a value, or a value of the
+    wrong type.
     """
     settings = dict(settings or {})
     function = VERIFIERS.find(name)
@@ -169,7 +169,7 @@ def failed(error: BaseException) -> Message:
 
 
 def judgement(value: Any) -> Message:
-    """Normalise a verifier's result to `score` and `correct`, None if not given; anything else is a failure."""
+    """Normalise a verifier's result to `score` and `correct`, None if missing; any other result is a failure."""
     result = value if isinstance(value, Score) else Score(value)
     values: list[Any] = [result.score, *result.metrics.values()]
     # NumPy's and torch's scalars become Python's numbers.

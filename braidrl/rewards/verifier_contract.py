@@ -1,4 +1,4 @@
-"""The contract of verifiers, as checks that run against Braid's and users' verifiers in a process of their own, as in a
+"""The contract of verifiers, as checks that run against Braid's and users' verifiers in a separate process, as in a
 run.
 
     subject = VerifierUnderTest("verifier.py:counts_steps", right=Completion("2+2=", "4", "4"), wrong=Completion("2+2=",

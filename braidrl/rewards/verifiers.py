@@ -1,4 +1,4 @@
-"""Braid's rule rewards. Each is a plain function whose parameters name the fields of a completion that it needs.
+"""The built-in rule rewards. Each is a plain function whose parameters name the fields of a completion that it needs.
 
     prompt, response, answer, metadata, source    a completion's fields, by parameter name
     anything else                                 a setting, from the configuration's `params`
@@ -34,7 +34,7 @@ VERIFIERS = PluginRegistry(
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's result if a score alone does not tell right from wrong; `correct` may be None, undecided."""
+    """A verifier's result if a score alone does not determine right or wrong; `correct` may be None, undecided."""
 
     score: float
     correct: bool | None = None
@@ -43,10 +43,10 @@ class Score:
 
 
 def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str | None = None) -> bool:
-    """Return whether the response equals the answer, ignoring white space at the ends.
+    """Return True if the response equals the answer, ignoring white space at the ends.
 
     `last_line` compares only the last line that is not empty, `pattern` the last match of a regular expression in the
-    remaining text: its first group, or the whole match without a group.
+    remaining text: its first group, or the full match without a group.
     """
     text = response.strip()
     if last_line:
@@ -60,7 +60,7 @@ def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str |
 
 
 def follows_format(response: str, *, pattern: str) -> bool:
-    """Return whether the whole response, without white space at the ends, matches a regular expression; `.` matches
+    """Return True if the full response, without white space at the ends, matches a regular expression; `.` matches
     newlines too.
     """
     return re.fullmatch(pattern, response.strip(), re.DOTALL) is not None
@@ -82,12 +82,12 @@ def f1(response: str, answer: Any, *, correct_from: float = 1.0) -> Score:
         if common:
             precision, recall = common / len(words), common / len(reference)
             scores.append(2 * precision * recall / (precision + recall))
-        else:  # also 1 if neither has words
+        else:  # also 1 if both have no words
             scores.append(float(words == reference))
     return Score(max(scores), correct=max(scores) >= correct_from)
 
 
-# A minus after a digit is subtraction. Digits in a fraction, power, ratio or version are not numbers by themselves.
+# A minus after a digit is subtraction. Digits in a fraction, power, ratio or version are not separate numbers.
 NUMBER = re.compile(
     r"(?P<sign>(?<![0-9)])[-−]\s?)?\$?\s?(?P<inner>(?<=\$)-)?(?<![0-9.,/^:])"
     r"(?P<digits>(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]{1,3})?+)(?!\s?[/^:]\s?[0-9])"
@@ -95,9 +95,9 @@ NUMBER = re.compile(
 
 
 def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
-    """Return whether the number after the last `####` equals the reference's, a bare number or a GSM8K solution.
+    """Return True if the number after the last `####` equals the reference's, a bare number or a GSM8K solution.
 
-    Dollar signs, thousands commas, trailing punctuation and trailing zeros do not matter. A response without `####` is
+    Dollar signs, thousands commas, trailing punctuation and trailing zeros are ignored. A response without `####` is
     wrong; with `flexible` its last number counts. Raises ValueError if the reference holds no number.
     """
     reference = str(answer)

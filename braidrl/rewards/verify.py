@@ -40,7 +40,7 @@ class Pending:
     prefix: str
 
     def done(self) -> bool:
-        """Return whether `result` will return without waiting."""
+        """Return True if `result` will return without waiting."""
         return all(future.done() for row in self.checks for _, future in row)
 
     def result(self, scores: Scores = RIGHT_OR_WRONG) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ class Pending:
         return {self.prefix + name: column for name, column in columns.items()}
 
     def count(self, scores: Scores, sums: Sums) -> dict[tuple[str, str], str]:
-        """Wait, add each check's score, own numbers and failure to the sums, and return a message by label and kind of
+        """Wait, add each check's score, metrics and failure to the sums, and return a message by label and kind of
         failure.
         """
         messages, failed = dict[tuple[str, str], str](), set[int]()
@@ -109,9 +109,9 @@ class RuleRewards:
         source_names: Mapping[int, str] | None = None,
         ends: Collection[int] = (),
     ) -> None:
-        """Resolve the verifiers: the run's, and those of sources with their own.
+        """Resolve the verifiers: those of the run, and those of single sources.
 
-        Verifiers never see `ends`, tokens that end a response.
+        `ends` are the tokens that end a response; verifiers do not get them.
         """
         self._tokenizer, self._ends = tokenizer, ends
         self._skips_special = config.skip_special_tokens
@@ -123,9 +123,9 @@ class RuleRewards:
         self._pool = RewardPool(config)
 
     def submit(self, rows: Rows, of: str | None = None, left_out: Collection[Uid] = ()) -> Pending:
-        """Start checking rows, and return at once; `of` is the namespace of the tokens.
+        """Start checking rows without waiting; `of` is the namespace of the tokens.
 
-        The checks of rows that are `left_out` have failed already.
+        Rows that are `left_out` count as failed checks.
         """
         prefix = f"{of}." if of else ""
         texts = responses(rows, self._tokenizer, self._ends, self._skips_special, prefix)

@@ -30,7 +30,7 @@ DONE = "data: [DONE]\n\n"
 def read(body: Json) -> TurnRequest:
     """Read a request.
 
-    Raises UserError for unsupported fields, tools that are no list, and messages with more than text and images.
+    Raises UserError for unsupported fields, tools that are not a list, and content other than text and images.
     """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -63,7 +63,7 @@ def read(body: Json) -> TurnRequest:
 
 
 def is_image(part: Json) -> bool:
-    """Return whether a part of a message is an image as a data: URI; a client names no files of this machine."""
+    """Return True if a part of a message is an image as a data: URI; a client cannot name files of this machine."""
     image = part.get("image_url")
     url = image.get("url") if isinstance(image, dict) else image
     return part.get("type") == "image_url" and isinstance(url, str) and url.startswith("data:")
@@ -75,7 +75,7 @@ def counts_tokens(body: Json) -> bool:
 
 
 def usage(replies: Sequence[TurnReply]) -> dict[str, int]:
-    """Count the tokens of an answer; all of its choices have one context."""
+    """Count the tokens of an answer; all of its choices share one context."""
     prompt, sampled = len(replies[0].context), sum(len(reply.tokens) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

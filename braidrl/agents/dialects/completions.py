@@ -40,7 +40,7 @@ def read(body: Json) -> TurnRequest:
 
 
 def read_prompt(value: Any) -> str | list[int]:
-    """Return the one prompt of a request, which may stand in a list."""
+    """Return the single prompt of a request, possibly from a list."""
     prompt = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
     if isinstance(prompt, str) and prompt:
         return prompt
@@ -50,7 +50,7 @@ def read_prompt(value: Any) -> str | list[int]:
 
 
 def choice(request: TurnRequest, index: int, text: str, reply: TurnReply | None) -> dict[str, Any]:
-    """Return a choice, whole if it has its reply."""
+    """Return a choice, complete if it has its reply."""
     fields: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reply and reply.reason}
     if request.shows_tokens and reply is not None:
         fields |= {"token_ids": list(reply.tokens), "prompt_token_ids": list(reply.context), "stop_reason": reply.stop}

@@ -1,4 +1,4 @@
-"""The form of an API that an agent calls, and what the APIs share: requests, replies, limits, and reasoning.
+"""The form of an API that an agent calls, and the shared parts of the APIs: requests, replies, limits, and reasoning.
 
 body ──read──▶ TurnRequest ──the model's turns, one for each choice──▶ TurnReply ──answer──▶ JSON
                                      └── pieces of text ──stream──▶ server-sent events
@@ -38,12 +38,12 @@ class TurnRequest:
     stops: tuple[str, ...] = ()
     stream: bool = False
     counts: bool = False
-    """Whether the events of a stream end with one that counts tokens."""
+    """True if the events of a stream end with one that counts tokens."""
     model: str = MODEL
     choices: int = 1
     """The number of alternative turns."""
     shows_tokens: bool = False
-    """Whether the answer also has token ids."""
+    """True if the answer also has token ids."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class TurnReply:
     context: Sequence[int]
     """Token ids of the context."""
     tokens: Sequence[int]
-    """Sampled token ids, the end of sequence included."""
+    """Sampled token ids, including the end of sequence."""
     log_probs: Sequence[float] = ()
     stop: str | None = None
     """The text of `TurnRequest.stops` that ended the turn."""
     opened: bool = False
-    """Whether the context ends within reasoning: the chat template has opened it."""
+    """True if the context ends within reasoning, which the chat template has opened."""
 
     @property
     def text(self) -> str:
@@ -72,13 +72,13 @@ class TurnReply:
 
 
 class TurnEvents(ABC):
-    """The server-sent events of one answer, in order; each method yields what to send next."""
+    """The server-sent events of one answer, in order; each method yields the next events."""
 
     keep_alive = ": the turn is under way\n\n"
-    """Sent now and then while nothing else is."""
+    """Sent from time to time when there is no other event."""
 
     def __init__(self, request: TurnRequest, name: str, context: int, opened: bool) -> None:
-        """Take the name of the first turn, the number of its context's tokens, and whether the context ends within
+        """Store the name of the first turn, the number of its context's tokens, and whether the context ends within
         reasoning.
         """
         self.request, self.name, self.context, self.opened = request, name, context, opened
@@ -108,12 +108,15 @@ class TurnEvents(ABC):
 
 @dataclass(frozen=True)
 class ChatDialect:
-    """An API for agents. All functions are pure; the endpoint draws the turns between them."""
+    """An API for agents.
+
+    All functions are pure; the endpoint generates the turns between them.
+    """
 
     path: str
     """The path of turns, below a session's address."""
     read: Callable[[Json], TurnRequest]
-    """Reads a body. Raises UserError for what is not served."""
+    """Reads a body. Raises UserError for unsupported requests."""
     answer: Callable[[TurnRequest, Sequence[TurnReply]], Json]
     """Makes an answer of all choices."""
     events: type[TurnEvents]
@@ -130,7 +133,7 @@ def event(data: Json, name: str | None = None) -> str:
 
 
 def message_of(text: str, with_tools: bool) -> ChatMessage:
-    """Make the assistant's message; well-formed tool calls are parsed if the request named tools."""
+    """Make the assistant's message; well-formed tool calls are parsed if the request has tools."""
     calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
     if not calls:
         return {"role": "assistant", "content": text}
@@ -154,7 +157,7 @@ def function_of(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-# What requests of several APIs have in common.
+# Parts shared by requests of several APIs.
 
 
 def read_model(body: Json) -> str:
@@ -197,7 +200,7 @@ def read_stops(body: Json, name: str) -> tuple[str, ...]:
 
 
 def refuse(body: Json, unsupported: Sequence[str], usual: Mapping[str, Any] | None = None) -> None:
-    """Raise UserError for fields that are not served, and for others than the usual values of `usual`.
+    """Raise UserError for unsupported fields, and for values other than those in `usual`.
 
     A value that requests nothing, such as `logprobs: false`, is accepted.
     """
@@ -217,7 +220,8 @@ def read_objects(body: Json, name: str) -> list[dict[str, Any]]:
     return objects
 
 
-# Reasoning, which some APIs answer apart from the text. Clients return both, and joined they are the model's text.
+# Reasoning, which some APIs return separately from the text. Clients send both back, and joined they are the model's
+# text.
 
 
 @dataclass(frozen=True)
@@ -231,10 +235,10 @@ class Reasoning:
 
 
 def split_reasoning(text: str, opened: bool, is_over: bool = True) -> Reasoning:
-    """Split a turn's text into the reasoning between its tags, if any, and the rest.
+    """Split a turn's text into the reasoning between its tags, if any, and the remaining text.
 
-    `opened` means that the context ends within reasoning. Of a turn that is not over, characters that may belong to a
-    tag are left out.
+    `opened` means that the context ends within reasoning. For an unfinished turn, characters that may belong to a tag
+    are omitted.
     """
     before = "" if opened else THINK
     if not opened and not text.startswith(THINK):
@@ -256,7 +260,7 @@ def joined(thought: str, signature: Any) -> str:
 
 
 class BlockEvents(TurnEvents):
-    """The events of an answer whose parts come one after the other: a thought, text, and tool calls."""
+    """The events of an answer with consecutive parts: a thought, text, and tool calls."""
 
     def __init__(self, request: TurnRequest, name: str, context: int, opened: bool) -> None:
         super().__init__(request, name, context, opened)

@@ -1,7 +1,7 @@
 """Anthropic's messages: content in blocks of text, thinking, tool use and tool results.
 
-A thinking block is what the model wrote between its tags of reasoning. Its signature names the tags, so that a client
-which returns the block continues the row's tokens.
+A thinking block is the model's text between its tags of reasoning. Its signature names the tags, so that a client which
+returns the block continues the row's tokens.
 """
 
 import json
@@ -69,7 +69,7 @@ def read(body: Json) -> TurnRequest:
 
 
 def texts(field: str, content: Any) -> str:
-    """Return a text, or the texts of blocks of text, joined."""
+    """Return a text, or the joined texts of text blocks."""
     if isinstance(content, str):
         return content
     blocks = content if isinstance(content, list) else [content]
@@ -80,7 +80,7 @@ def texts(field: str, content: Any) -> str:
 
 
 def read_message(message: Any) -> list[ChatMessage]:
-    """Return a message in OpenAI's form: several, if it has results of tools."""
+    """Return a message in OpenAI's form; several if it has tool results."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise UserError(f"a message is an object with a role, {' or '.join(ROLES)}, not {shown(message)}")
     content = message.get("content")

@@ -1,7 +1,7 @@
 """OpenAI's responses: a conversation of items, each a message, a thought, a tool call, or its output.
 
-The endpoint keeps no responses: `input` has the whole conversation. A reasoning item's `encrypted_content` names the
-tags of reasoning that were around it.
+The endpoint keeps no responses: `input` has the whole conversation. A reasoning item's `encrypted_content` names its
+tags of reasoning.
 """
 
 import time
@@ -90,7 +90,7 @@ def read_items(items: Sequence[Any]) -> list[ChatMessage]:
 
 
 def texts(field: str, content: Any) -> str:
-    """Return a text, or the texts of parts, joined."""
+    """Return a text, or the joined texts of parts."""
     if isinstance(content, str):
         return content
     for part in content if isinstance(content, list) else [content]:
@@ -132,7 +132,7 @@ def items_of(reply: TurnReply) -> list[dict[str, Any]]:
 
 
 def response(request: TurnRequest, name: str, reply: TurnReply | None) -> dict[str, Any]:
-    """Return a response, in progress without its reply."""
+    """Return a response, in progress if it has no reply."""
     is_cut = reply is not None and reply.reason == "length"
     return {
         "id": name,

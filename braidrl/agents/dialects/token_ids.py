@@ -46,7 +46,7 @@ def read(body: Json) -> TurnRequest:
 
 
 def choice(index: int, reply: TurnReply) -> dict[str, Any]:
-    """Return a choice with the log-prob of each token, the only one that the run keeps."""
+    """Return a choice with the log-prob of each token, the only log-prob that the run keeps."""
     both = zip(reply.tokens, reply.log_probs, strict=True)
     content = [{"token_id": token, "logprob": log_prob, "top_logprobs": []} for token, log_prob in both]
     return {
@@ -66,7 +66,7 @@ def answer(request: TurnRequest, replies: Sequence[TurnReply]) -> Json:
 
 
 class TokenEvents(TurnEvents):
-    """One event for each choice, when it is complete: log-probs are not known before."""
+    """One event for each choice, when it is complete: log-probs are not known earlier."""
 
     def piece(self, index: int, text: str) -> Iterator[str]:
         yield from ()
