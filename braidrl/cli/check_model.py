@@ -22,11 +22,10 @@ WIDTH = 52
 
 
 def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | None = None) -> bool:
-    """Print a model's table; return True if it may train. A run that needs an optional property that does not hold is
-    refused.
+    """Print a model's table; return True if it may train.
 
-    `layouts` also starts two ranks for each layout; `vllm`, an interpreter that has it, compares with vLLM. Raises
-    UserError for no model.
+    A run that needs an optional property that fails is refused. `layouts` also starts two ranks for each layout;
+    `vllm`, an interpreter that has it, compares with vLLM. Raises UserError if there is no model.
     """
     config = config_of(model)
     try:

@@ -1,8 +1,8 @@
 """The `braid` command: its subcommands and exit codes. A user error is a message of one line; `--debug` adds the
 traceback.
 
-The other modules of this room each do the work of one subcommand, which imports them after it has read the
-configuration: a wrong key is named before torch is loaded.
+Each other module of this package does the work of one subcommand, which imports it after reading the configuration: a
+wrong key is reported before torch is loaded.
 """
 
 import atexit
@@ -128,7 +128,7 @@ def evaluate(settings: Settings = None) -> None:
     from braidrl.config.paths import check_paths
     from braidrl.config.reading import given_keys
 
-    # The training flow does not matter: a policy generates and is verified, a model with a score head scores pairs.
+    # The training flow is irrelevant: a policy generates and is verified, a model with a score head scores pairs.
     file, changed = split(settings)
     config = load_config(file, changed, flow="grpo")
     check_paths(config, trained=False)
@@ -160,7 +160,7 @@ def flow(
     from braidrl.flow.yaml_form import to_yaml
     from braidrl.parsing import read_yaml
 
-    # Overrides change the configuration of a file, whose flow is resolved, or else the recipe's parameters.
+    # Overrides change the configuration of a file, whose flow is resolved, or otherwise the recipe's parameters.
     path, params = Path(config), dict[str, Any]()
     if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (read_yaml(path) or {}):
         from braidrl.runtimes.prepare.run_flow import build_flow
@@ -396,7 +396,7 @@ def verify(run: RunFolder) -> None:
 
 
 def say(text: Any, err: bool = False) -> None:
-    """Print a text, which may hold names and values of users' files, without control characters."""
+    """Print a text without control characters; it may hold names and values of users' files."""
     typer.echo(printable(str(text), keep="\n\t"), err=err)
 
 
@@ -407,7 +407,7 @@ def main() -> None:
     sleep_at_barriers()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As stderr: a character that the terminal cannot show is written as its number.
+        # As on stderr: a character that the terminal cannot show is written as its number.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         for limit, (least, unit, what) in LEAST.items():
@@ -419,7 +419,7 @@ def main() -> None:
                 )
         app(arguments, standalone_mode=True)
     except Exception as error:
-        # A worker's message has its own traceback.
+        # A worker's message already has a traceback.
         is_known = isinstance(error, UserError | WorkerError)
         message = str(error) if is_known else no_room(error) or limit_reached(error)
         if not message and isinstance(error, WRONG_PATH) and error.filename:

@@ -51,7 +51,7 @@ def dry_run(
 
 
 def checked_and_shown(config: Config, console: Console) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Do a dry run for the devices that are asked."""
+    """Do a dry run for the requested devices."""
     problems: list[str] = []
 
     def noted(check: Callable[[], Any]) -> Any:
@@ -65,7 +65,7 @@ def checked_and_shown(config: Config, console: Console) -> list[tuple[DeviceGrou
     noted(lambda: check_output(config))
     fetched = noted(lambda: with_fetched(config))
     config = fetched or config
-    # A failed download is named already.
+    # A failed download is already reported.
     prepared = noted(lambda: prepare(config, check=noted) if fetched else None)
     if prepared is None:
         # The flow or the tokenizer is missing; these checks need neither.
@@ -143,7 +143,7 @@ def verdict(prepared: Prepared, groups: list[tuple[DeviceGroup, list[Footprint]]
 
 
 def parameters_of(shape: Shape) -> str:
-    """Return the number of a model's parameters in words, and of a mixture those that a token uses."""
+    """Return the number of a model's parameters in words, and for a mixture those that a token uses."""
     every, active = (
         f"{number / 1e9:,.3f}B" if number >= 5e7 else f"{number / 1e6:,.3f}M"
         for number in (shape.parameters, shape.parameters - shape.idle)

@@ -50,11 +50,11 @@ class Framework:
 
     name: str
     command: re.Pattern[str]
-    """The word of a command that starts it."""
+    """The pattern of a command that starts it."""
     marks: frozenset[str] = frozenset()
-    """Beginnings of keys, one of which its files have."""
+    """Prefixes of keys, one of which its files have."""
     has_overrides: bool = False
-    """Whether its command takes `key=value` in place of `--key value`."""
+    """True if its command takes `key=value` in place of `--key value`."""
     flow: Callable[[Mapping[str, Any]], str] = lambda given: "grpo"
     """The recipe of a configuration."""
     finish: Callable[[Imported], None] = lambda imported: None
@@ -66,7 +66,7 @@ class Framework:
         return table
 
     def row(self, key: str) -> dict[str, Any] | None:
-        """Return the row of a key: its own, else the first with a matching pattern."""
+        """Return the row of a key: an exact one, otherwise the first with a matching pattern."""
         if key in self.table:
             return self.table[key]
         if key.endswith("_target_"):
@@ -173,7 +173,7 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
     dotted = {re.sub(r"(^|\.)\++", r"\1", str(key)): value for key, value in flat(tree, WHOLE)}
     for framework in FRAMEWORKS.values():
         if any(key.startswith(mark) for key in dotted for mark in framework.marks):
-            # The others' arguments are not nested: a mapping is a value.
+            # The other frameworks' arguments are not nested: a mapping is a value.
             return framework, dotted if framework.has_overrides else {str(key): value for key, value in tree.items()}
     raise UserError(
         f"{path} names no model and no data by keys of verl or TRL, as in `actor_rollout_ref: {{model: {{path: ...}}}}`"
@@ -182,8 +182,10 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
 
 
 def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
-    """Return the framework and the keys of the last command of a script that starts one; NOTES says what about them
-    depends on how the script is run. Raises UserError for none.
+    """Return the framework and the keys of the last command of a script that starts one; NOTES describes the keys that
+    depend on how the script is run.
+
+    Raises UserError if there is none.
     """
     trainings = [training for words in read_commands(path) if (training := training_of(words, path))]
     if not trainings:
@@ -225,9 +227,9 @@ def training_of(words: list[str], path: Path) -> tuple[Framework, dict[str, Any]
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
-    """Return the nested keys of a Braid configuration, and what became of each key of the other framework's.
+    """Return the nested keys of a Braid configuration, and the outcome of each key of the other framework's.
 
-    Raises UserError for a file of no known framework, or one without a model.
+    Raises UserError for a file of an unknown framework, or one without a model.
     """
     framework, source_keys = read_source(path)
     notes = source_keys.pop(NOTES, {})
@@ -238,7 +240,7 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
         for key, value in source_keys.items()
         if value not in (None, "???", {}) and not UNKNOWN_TO_READERS.search(str(value))
     }
-    # Keys follow the table's order, so that a rule finds what rows above it have made.
+    # Keys follow the table's order, so that a rule finds the results of rows above it.
     order = {key: number for number, key in enumerate(framework.table)}
     keys = sorted(defaults | usable, key=lambda key: order.get(key, len(order)))
     imported = Imported(defaults | usable, path.parent)
@@ -269,13 +271,13 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
 
 
 def referred(value: Any, keys: Mapping[str, Any]) -> Any:
-    """Return the value that a reference of Hydra names, as in `${data.max_prompt_length}`; others unchanged."""
+    """Return the value of a Hydra reference, such as `${data.max_prompt_length}`; other values unchanged."""
     match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
     return keys.get(match[1], value) if match else value
 
 
 def without_value(key: str, value: Any) -> KeyOutcome:
-    """Return what became of a key without a value that can be read."""
+    """Return the outcome of a key without a readable value."""
     if key.startswith("~"):
         return KeyOutcome(WITHOUT, "removed from the defaults, which Braid does not read")
     if UNKNOWN_TO_READERS.match(key):
@@ -353,7 +355,7 @@ def write_imported(path: Path, target: Path) -> Iterator[str]:
     yield f"{len(outcomes)} keys: {', '.join(f'{counts[kind]} {kind}' for kind in (TRANSLATED, DECIDE, WITHOUT))}"
     from braidrl.runtimes.prepare.run_flow import (
         build_flow,
-    )  # here: it imports torch, which the lines need not wait for
+    )  # imported here: it imports torch, and the lines should appear before that
 
     try:
         build_flow(parse_config(tree))

@@ -1,8 +1,8 @@
-"""Rules of `braid import-config`: how a value of another framework becomes values of Braid's keys.
+"""Rules of `braid import-config`: from a value of another framework to values of Braid's keys.
 
 A rule is a function of the import, the value and Braid's key. It returns the value of that key, a `Decide` with advice,
-or None, which writes nothing; it may also set keys of the import itself. Rules are named in the tables of keys, of
-which each framework has one.
+or None, which writes nothing; it may also set keys of the import itself. Each framework has a table of keys, which
+names the rules.
 """
 
 import json
@@ -46,26 +46,26 @@ class Decide(str):
 
 @dataclass
 class Imported:
-    """A configuration of another framework by its keys, its defaults included, and the keys of Braid made of it."""
+    """A configuration of another framework by its keys, including its defaults, and the keys of Braid made from it."""
 
     given: Mapping[str, Any]
     folder: Path = Path()
     """Folder of the configuration, for data files with relative paths."""
     flow: str = "grpo"
     key: str = ""
-    """The key that a rule is called for."""
+    """The key for which a rule is called."""
     made: dict[str, Any] = field(default_factory=dict)
     together: list[str] = field(default_factory=list)
-    """Keys of Braid that are made of several keys, by the row of another or at the end."""
+    """Keys of Braid made from several keys, by the row of another key or at the end."""
     advice: dict[str, str] = field(default_factory=dict)
-    """What to decide about keys, in addition to what their own rules return."""
+    """Decisions about keys for the user, in addition to those that their rules return."""
     moved: dict[str, str] = field(default_factory=dict)
     """Braid's keys whose values became settings of another key, by the key."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """Braid's keys that were made, and left out again or changed since other keys exclude them; with the reason."""
+    """Braid's keys that were made, and dropped or changed since other keys exclude them; with the reason."""
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """Return the first value that is set, of several names of one setting."""
+        """Return the first value that is set, among several names of one setting."""
         return next((self.given[key] for key in keys if self.given.get(key) not in (None, *UNSET)), default)
 
     def number(self, *keys: str, default: int = 1) -> int:
@@ -219,7 +219,7 @@ def loss_alone(imported: Imported) -> None:
     """Drop the settings of the recipe's default loss if the configuration names another loss."""
     if not isinstance(named := imported.made.get("algorithm.loss"), dict):
         return
-    # Losses with bounds have taken them over.
+    # Losses with bounds already use them.
     lost = ("dual_clip",) if named.keys() & {"low", "high", "delta"} else ("clip_low", "clip_high", "dual_clip")
     for name in ("clip_low", "clip_high", "dual_clip"):
         imported.made.pop(f"algorithm.{name}", None)
@@ -258,7 +258,7 @@ def trl_loss(imported: Imported, value: Any, to: str) -> Any:
 
 
 def overlong(imported: Imported, value: Any, to: str) -> Any:
-    """Return the tokens before a response's limit in which DAPO punishes its length, if that is on."""
+    """Return the tokens before a response's limit in which DAPO penalises its length, if that is enabled."""
     section = imported.key.rpartition(".")[0]
     is_on = imported.get(f"{section}.enable", default=True)
     return int(imported.number(f"{section}.len", default=0)) or None if is_on else None
@@ -284,8 +284,8 @@ CORRECTIONS: Mapping[str, tuple[str, str]] = {
 
 
 def correction(imported: Imported, value: Any, to: str, cap: str, mode: str = "", least: str = "") -> Any:
-    """Return importance weights with the bounds that `cap` names, one or two numbers, and `least`; `mode` names the
-    kind, by default the value does.
+    """Return importance weights with the bounds in `cap`, one or two numbers, and `least`; `mode` names the kind, by
+    default derived from the value.
     """
     if value in (None, False, "null"):
         return None
@@ -329,7 +329,7 @@ def eval_sets(imported: Imported, value: Any, to: str) -> Any:
 
 
 def named_sets(imported: Imported, value: Any, to: str) -> Any:
-    """Return held-out sets that are written as NAME PATH NAME PATH."""
+    """Return held-out sets from a text NAME PATH NAME PATH."""
     words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
     if len(words) % 2:
         return Decide("data.eval is {NAME: PATH}")
@@ -373,7 +373,7 @@ VERIFIERS: Mapping[str, tuple[str, ...]] = {
 
 
 def verifier_of(source: str) -> str | None:
-    """Return the verifier that verl's reward function uses for a `data_source`; None if verl knows none."""
+    """Return the verifier of verl's reward function for a `data_source`; None if verl has none."""
     exact = (name for name, sources in VERIFIERS.items() if source in sources)
     begins = ("aime", "numina", "searchR1_")
     started = (name for name, sources in VERIFIERS.items() if any(source.startswith(b) for b in begins if b in sources))
@@ -489,7 +489,7 @@ def reward_functions(imported: Imported, value: Any, to: str) -> Any:
     verifiers = []
     for number, name in enumerate(names):
         verifier = REWARDS.get(str(name))
-        if verifier is None and ":" in str(name):  # a function of the script itself
+        if verifier is None and ":" in str(name):  # a function defined in the script
             verifier, function = str(name), str(name).rpartition(":")[2]
             imported.advice["reward_funcs"] = (
                 f"{function}(completions, ...) becomes {function}(response, answer, metadata)"
@@ -532,7 +532,7 @@ def rows_in(imported: Imported, path: Any) -> int | None:
 
 
 def epochs(imported: Imported, value: Any, to: str) -> Any:
-    """Return the steps of some passes over the data, where its files are here to be counted."""
+    """Return the steps of some passes over the data, if its files are here to be counted."""
     named = imported.get("trainer.total_training_steps", "num_rollout", "max_steps")
     if named is not None:
         return None
@@ -831,7 +831,7 @@ RULES: dict[str, Rule] = {
 
 
 def check_rules(table: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise UserError for a row that names no rule."""
+    """Raise UserError for a row with an unknown rule."""
     for key, row in table.items():
         if row.get("rule", "") not in RULES:
             raise UserError(f"{key}: no rule is called {row['rule']!r}")

@@ -2,7 +2,7 @@
 
 script ──variables, arrays, continued lines──▶ words of the command ──overrides or --arguments──▶ keys and values
 
-A script is read, never run. What only the shell knows stays in a value as `$NAME`.
+A script is read, never run. Values that only the shell knows stay as `$NAME`.
 """
 
 import ast
@@ -51,7 +51,7 @@ UNKNOWN_TO_READERS = re.compile(r"\$[\w{(]")
 
 
 def arithmetic(text: str) -> int | None:
-    """Return the value of a sum or product of whole numbers; None for anything else."""
+    """Return the value of a sum or product of whole numbers; None for other text."""
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -75,14 +75,14 @@ def arithmetic(text: str) -> int | None:
 
 
 class Shell:
-    """The variables and arrays of a script, as far as it sets them itself."""
+    """The variables and arrays of a script, as far as it sets them."""
 
     def __init__(self) -> None:
         self.variables: dict[str, str] = {"HOME": "~"}
         self.arrays: dict[str, list[str]] = {}
 
     def expanded(self, text: str) -> str:
-        """Return a line with its variables, arrays and sums. Unknown ones stay as they are."""
+        """Return a line with its variables, arrays and sums expanded. Unknown ones are unchanged."""
         text = WHOLE_ARRAY.sub(lambda m: shlex.join(self.arrays[m[1]]) if m[1] in self.arrays else f"${m[1]}[@]", text)
         text = VARIABLE.sub(lambda m: self.plain(m[1], m[0]), self.with_braces(text))
         if len(text) > MOST_EXPANDED:
@@ -95,7 +95,10 @@ class Shell:
         return COMMAND.sub(lambda m: "" if m[0].startswith("`#") else "$SHELL_COMMAND", text)
 
     def plain(self, name: str, unknown: str) -> str:
-        """Return the value of a variable or the first of an array. The script's own arguments together are empty."""
+        """Return the value of a variable or the first of an array.
+
+        The script's arguments are empty.
+        """
         if name in ("@", "*", "#"):
             return ""
         return self.variables.get(name, shlex.join(self.arrays[name][:1]) if name in self.arrays else unknown)
@@ -143,9 +146,7 @@ class Shell:
         return None
 
     def words(self, text: str) -> list[str]:
-        """Return the words of a command, those of its text where it is one. Raises UserError for a quote without an
-        end.
-        """
+        """Return the words of a command, or of the text that it executes. Raises UserError for an unbalanced quote."""
         try:
             words = shlex.split(self.expanded(text), comments=True)
             for number, word in enumerate(words[:-1]):
@@ -156,7 +157,7 @@ class Shell:
         return words
 
     def assign(self, words: Sequence[str], keep: bool = True) -> bool:
-        """Set variables if the words consist of assignments, unless these are not kept; return True if they do."""
+        """Set variables if the words are assignments, unless these are not kept; return True if they are."""
         while words and (words[0] in PREFIXES or words[0].startswith("-")):
             words = words[1:]
         if not words or not all(ASSIGNED.match(word) for word in words):
@@ -253,7 +254,7 @@ def read_commands(path: Path, conditional: bool = True) -> list[list[str]]:
             if conditional or not depth:
                 assign_array(shell, arrays[first])
             continue
-        # A line that cannot be read may still not be the one that counts.
+        # An unreadable line may be irrelevant.
         try:
             words = shell.words(command)
         except UserError:
@@ -300,7 +301,7 @@ class PythonScript:
         return next((re.sub(r"Trainer|Config", "", name).lower() for name in names), "")
 
     def given(self) -> dict[str, Any]:
-        """Return keys and values, by the names that TRL's commands have."""
+        """Return keys and values, by the names of TRL's commands."""
         keys = dict[str, Any]()
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Call):
@@ -320,7 +321,7 @@ class PythonScript:
         return keys
 
     def data(self, key: str, value: ast.expr) -> dict[str, Any]:
-        """Return what `load_dataset` was called with, if this argument is its result."""
+        """Return the arguments of `load_dataset`, if this argument is its result."""
         value = self.variables.get(value.id, value) if isinstance(value, ast.Name) else value
         if key != "train_dataset" or not isinstance(value, ast.Call):
             return {}
@@ -358,12 +359,12 @@ HYDRA_OPTIONS = {
 
 
 def scalar(text: str) -> Any:
-    """Return the value of an argument: a number, true or false, null, a list or mapping, else text."""
+    """Return the value of an argument: a number, true or false, null, a list or mapping, otherwise text."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
     if text[:1] in "[{" or text.lower() in ("true", "false", "null", "none", "~"):
-        # Hydra and JSON need no space behind a colon.
+        # Hydra and JSON need no space after a colon.
         spaced = re.sub(r"([\w\"']):(?=[^\s/])", r"\1: ", text) if text.startswith("{") else text
         with suppress(yaml.YAMLError, UserError):
             return None if text.lower() == "none" else parse_yaml(spaced, "an argument")
@@ -375,7 +376,7 @@ def overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     and a removed key keeps its `~`.
     """
     option = ""
-    for word in filter(None, words):  # the script's own arguments are none
+    for word in filter(None, words):  # the script has no arguments
         key, has_value, value = word.partition("=")
         if word in HYDRA_OPTIONS:
             option = HYDRA_OPTIONS[word]
@@ -398,7 +399,7 @@ def arguments(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     name, values = "", list[str]()
     for word in [*words, "--"]:
         if word.startswith("$") and word.endswith("[@]"):
-            yield word[1:-3], word  # an array that another script sets
+            yield word[1:-3], word  # an array set by another script
             continue
         is_number = re.fullmatch(r"-[\d.].*", word)
         if not word.startswith("-") or is_number:

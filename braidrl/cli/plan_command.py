@@ -50,7 +50,7 @@ class Wanted:
 def plan(config: Config, request: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
     """Find the best plans, print them, and write the first.
 
-    Raises UserError for what cannot be planned, and for models that do not fit.
+    Raises UserError for configurations that cannot be planned, and for models that do not fit.
     """
     problem = problem_of(config, request)
     plans = best_plans(problem, request)
@@ -108,8 +108,8 @@ def best_plans(problem: Problem, request: Wanted) -> list[Plan]:
         plans += search.colocated("distributed")
         plans += search.hybrid()
     if any(model.generates for model in problem.models.values()):
-        # For each bound on staleness from the configuration's on. Staleness adds stages: recomputed log-probs for a
-        # correction.
+        # For each bound on staleness, starting with the configuration's. Staleness adds stages: recomputed log-probs
+        # for a correction.
         configured = problem.config.trainer.max_staleness
         for staleness in range(configured, max(configured, request.max_staleness or 0) + 1):
             if search.is_over():

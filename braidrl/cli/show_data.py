@@ -1,6 +1,6 @@
 """`braid data CONFIG`: the data as a run reads it: counts, lengths, samples, and skipped records with reasons.
 
-configuration ──with_data──▶ sources ──▶ a table of lengths, a picture of them, examples as the model will see them
+configuration ──with_data──▶ sources ──▶ a table of lengths, a picture of them, examples as the model will read them
 """
 
 from functools import partial

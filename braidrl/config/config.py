@@ -30,7 +30,7 @@ from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
 
 class WorkersConfig(Section):
-    """A number of processes, and where they are."""
+    """A number of processes, and their devices."""
 
     short_for = {int: "workers"}
     workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)

@@ -62,7 +62,9 @@ class Filter:
 
 
 class RowIndex:
-    """The rows of a run's training steps, or of an evaluation set: their numbers as arrays (B,), and where each is."""
+    """The rows of a run's training steps, or of an evaluation set: their numbers as arrays (B,), and their
+    locations.
+    """
 
     def __init__(self, run: Path, evaluation: str | None = None) -> None:
         """Read the index columns of all steps. Raises UserError if nothing was recorded."""
@@ -156,13 +158,13 @@ class RowIndex:
 
 
 def plain(value: Any) -> Any:
-    """Return a numpy number as Python's; None for NaN and infinity, which JSON does not have."""
+    """Return a numpy number as a Python number; None for NaN and infinity, which JSON lacks."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tokenizer_of(run: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run's model, or of its newest checkpoint; None if neither is here any more."""
+    """Return the tokenizer of a run's model, or of its newest checkpoint; None if neither exists any more."""
     config = run / "config.yaml"
     model = parse_yaml(config.read_text(), str(config)).get("model") if config.is_file() else None
     folders = [Path(str(model)).expanduser()] if model else []
@@ -172,7 +174,7 @@ def tokenizer_of(run: Path) -> Tokenizer | None:
 
 
 def thumbnails(config: Path) -> Callable[[str], str]:
-    """Return a function from an image's name to a small PNG as a data: URI; empty text for one that is not there."""
+    """Return a function from an image's name to a small PNG as a data: URI; empty text for a missing image."""
     settings = parse_yaml(config.read_text(encoding="utf-8"), str(config)) if config.is_file() else {}
     images = ImagesConfig(**((settings.get("data") or {}).get("images") or {}))
     store = ImageStore.of(images)
@@ -181,7 +183,7 @@ def thumbnails(config: Path) -> Callable[[str], str]:
     def thumbnail(name: str) -> str:
         try:
             image = store.open(name)
-        except UserError:  # a run is looked at where its images are not
+        except UserError:  # a run may be viewed on a machine without its images
             return ""
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         content = io.BytesIO()
@@ -194,7 +196,7 @@ def thumbnails(config: Path) -> Callable[[str], str]:
 def episode(record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return a recorded row as JSON: its segments in order, numbers, metadata, and the names of other columns.
 
-    A segment is a run of tokens of one kind: `context` (the prompt, or what a further sequence begins with), `model` (a
+    A segment is a run of tokens of one kind: `context` (the prompt, or the start of a further sequence), `model` (a
     turn) or `observation`. Its tokens have the values of every column with a number per sampled token; the tokens of an
     image are one, with its name. The segments of further policies, whose columns are in namespaces, follow with the
     name of their `policy`.

@@ -61,7 +61,7 @@ MEASURED = (
 def open_lines(path: Path) -> BinaryIO:
     """Open a JSON lines file to append to.
 
-    An incomplete last line, which only a kill leaves, is cut off; readers ignore it.
+    An incomplete last line, left only by a kill, is cut off; readers ignore it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
@@ -77,7 +77,9 @@ def append_line(file: BinaryIO, record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file moves to `path` when the block ends without an error, else it is discarded."""
+    """Yield a temporary path; the file moves to `path` when the block ends without an error, otherwise it is
+    discarded.
+    """
     # Processes of several machines, which may have the same number, write to one file.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
@@ -88,7 +90,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines of a file.
+    """Read all complete lines of a file.
 
     Raises UserError when the file is missing, or with the number of a line that is not JSON.
     """
@@ -130,7 +132,7 @@ class MetricsWriter:
         self.trackers = trackers or Trackers((), TrackedRun(folder), print)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Write one step; NaN and infinities become null. Raises ValueError for missing keys, other values, and an
+        """Write one step; NaN and infinities become null. Raises ValueError for missing keys, invalid values, and an
         earlier step.
         """
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
@@ -196,7 +198,7 @@ class Sums:
             self.add(f"{role}/{name}", number, len(values) if counted else 0)
 
     def merge(self, *others: "Sums") -> "Sums":
-        """Add the sums of other micro-batches or workers, in the given order, and return this object."""
+        """Add the sums of other micro-batches or workers, in this order, and return this object."""
         for sums in others:
             for name, (total, count) in sums._pairs.items():
                 self.add(name, total, count)

@@ -29,7 +29,7 @@ BAR_WIDTH = 28
 
 
 class Terminal(Console):
-    """A console that shows control characters in texts, which may be a data set's or a model's, as escapes."""
+    """A console that escapes control characters in texts, which may come from data or models."""
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Return a text as rich shows it, without control characters."""
@@ -62,13 +62,16 @@ class Bar:
         self.changed()
 
     def show_others(self, rows: int, tokens: int, total_rows: int) -> None:
-        """Add the rows of other ranks to those of this one."""
+        """Add the rows of other ranks to those of this rank."""
         self.others = rows, tokens, total_rows
         self.changed()
 
 
 class Progress:
-    """The stages that run now, shown on the terminal. Stages may be nested or run in several threads."""
+    """The running stages, shown on the terminal.
+
+    Stages may be nested or run in several threads.
+    """
 
     def __init__(
         self,
@@ -78,9 +81,9 @@ class Progress:
         shown: bool = True,
         bars: bool = True,
     ) -> None:
-        """Start without stages; the run has `steps` iterations. Of several equal processes only one is `shown`.
+        """Start without stages; the run has `steps` iterations.
 
-        Without `bars` it shows no bars, only printed lines.
+        Of several equal processes only one is `shown`. Without `bars` it shows only printed lines.
         """
         self.step: int | None = None
         """The iteration of the stages that follow, set by the run."""
@@ -93,7 +96,7 @@ class Progress:
         self._last_shown = self._clock()
 
     def show(self) -> None:
-        """Show lines, without bars, in a process that was not `shown`."""
+        """Show lines, without bars, from now on in a process that was not `shown`."""
         self._console = Terminal(file=sys.stderr, highlight=False)
 
     def print(self, line: str) -> None:
@@ -115,9 +118,7 @@ class Progress:
                 self._changed()
 
     def _changed(self) -> None:
-        """Show the slow stages, unless they were shown a moment ago: redrawn on a terminal, as plain lines
-        elsewhere.
-        """
+        """Show the slow stages, unless they were just shown: redrawn on a terminal, as plain lines elsewhere."""
         with self._lock:
             now, terminal = self._clock(), self._console.is_terminal
             slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]

@@ -4,7 +4,7 @@ index column    a plain parquet column
 Ragged          a list column
 Objects         a column of JSON text
 
-The exact types are kept in the file's metadata, so a replay trains on the very numbers of the run.
+The exact types are kept in the file's metadata, so a replay trains on exactly the numbers of the run.
 """
 
 import json
@@ -40,10 +40,7 @@ DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64
 
 
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
-    """Write all columns and the texts of each row; the file appears whole or not at all.
-
-    Raises ValueError for what cannot be recorded.
-    """
+    """Write all columns and the texts of each row atomically. Raises ValueError for values that cannot be recorded."""
     described, arrays = dict[str, Any](), dict[str, Any]()
     for name, column in rows.items():
         if isinstance(column, Objects):
@@ -68,7 +65,7 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
             raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
         if name in rows:
             raise ValueError(f"a column may not be called {name}: the text is written under this name")
-        # UTF-8 cannot hold halves of surrogate pairs, so they are removed; the tokens stay exact.
+        # UTF-8 cannot encode halves of surrogate pairs, so they are removed; the tokens stay exact.
         printable = (text.encode("utf-8", "replace").decode() for text in texts)
         arrays[name] = pa.array(printable, pa.large_string())
     table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: json.dumps(described).encode()})
@@ -118,8 +115,8 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
 
 
 def check_rows(path: Path, rows: Rows, vocabulary: int) -> None:
-    """Raise UserError for a recording that no run can have made: lengths that do not fit, ids that are none of the
-    model's tokens, or numbers that are not finite.
+    """Raise UserError for an invalid recording: inconsistent lengths, ids that are not the model's tokens, or numbers
+    that are not finite.
     """
     for name, column in rows.items():
         if isinstance(column, Objects):

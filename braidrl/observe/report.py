@@ -168,7 +168,7 @@ class SampleGroup(NamedTuple):
 def plotly_script() -> bytes:
     """Return the 5 MB of plotly.js. Raises UserError without plotly."""
     try:
-        from plotly.offline import get_plotlyjs  # only here: a run without plotly skips its report
+        from plotly.offline import get_plotlyjs  # imported here: a run without plotly skips its report
     except ImportError as error:
         raise UserError(f"report.html needs plotly ({first_line(error)}); write `pip install plotly`") from error
     return get_plotlyjs().encode()
@@ -285,7 +285,7 @@ def spell(value: float) -> str:
 
 
 def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> list[dict[str, str]]:
-    """Return a tile `0.31 → 0.88`, means over first and last steps, for each headline number, and one for the tokens
+    """Return a tile `0.31 → 0.88`, means over first and last steps, for each headline number, and a tile for the tokens
     trained.
     """
     tile_series = [(curve.name.removeprefix("eval/").replace("/", " "), curve, 1) for curve in evaluations]
@@ -309,8 +309,9 @@ def headlines(curves: Mapping[str, Series], evaluations: Sequence[Series]) -> li
 
 
 def read_samples(run: Path, step: int, evaluation: str | None = None) -> list[Sample]:
-    """Read the recorded rows of a step, of the first machines if there are many. The score is the verifier's if
-    present, else the reward.
+    """Read the recorded rows of a step, of the first machines if there are many.
+
+    The score is the verifier's if present, otherwise the reward.
     """
     samples = []
     for row in read_texts(rollout_path(run, step, evaluation), COLUMNS, MOST_FILES):

@@ -1,4 +1,4 @@
-"""`rollouts/step-N.parquet`: generated rows, bit for bit, beside their text.
+"""`rollouts/step-N.parquet`: generated rows, bit for bit, with their text.
 
 index column    a plain parquet column
 Ragged          a list column
@@ -6,8 +6,8 @@ Objects         a column of JSON text
 prompt_text, response_text   for people and other programs; ignored when rows are read back
 
 When ranks of several machines hold the rows, `step-N.parquet` is a folder with a file for each machine; parquet readers
-treat it as one table. Each rank first writes a file of its own, and one rank of the machine makes them one. The exact
-types are kept in the file's metadata, so a replay trains on the very numbers of the run.
+treat it as one table. Each rank first writes a separate file, and one rank of the machine merges them. The exact
+types are kept in the file's metadata, so a replay trains on exactly the numbers of the run.
 """
 
 import re
@@ -133,8 +133,9 @@ def check_recording(path: Path) -> None:
 
 
 def read_texts(path: Path, columns: Sequence[str] = (), most_files: int | None = None) -> list[dict[str, Any]]:
-    """Read each row's prompt and response text, and the named `columns` that the recording has, by identity; of at most
-    `most_files` of its files.
+    """Read each row's prompt and response text, and those of the named `columns` that the recording has, by identity.
+
+    At most `most_files` of its files are read.
     """
     names, records = [PROMPT_TEXT, RESPONSE_TEXT, *columns], []
     for file in parts_of(path)[:most_files]:

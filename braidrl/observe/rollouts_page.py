@@ -2,8 +2,8 @@
 
 browser ──GET /api/rows?min_reward=0.5──▶ RowIndex.choose ──▶ numbers of rows     GET /api/row?row=17 ──▶ one episode
 
-The server listens on 127.0.0.1 and answers requests that name it so: a page of another site, whose name leads here,
-cannot read recordings. The HTML file shows texts of models as text, and loads nothing from elsewhere.
+The server listens on 127.0.0.1 and answers requests that name it so: a page of another site, whose name resolves to
+this address, cannot read recordings. The HTML file shows texts of models as text, and loads nothing from elsewhere.
 """
 
 import json
@@ -85,7 +85,7 @@ class Recordings:
 
 
 def number(query: Mapping[str, str], name: str, default: int) -> int:
-    """Return a parameter that is a whole number from 0. Raises UserError for another text."""
+    """Return a parameter that is a whole number from 0. Raises UserError for other text."""
     text = query.get(name) or str(default)
     if not text.isdecimal():
         raise UserError(f"{name} must be a whole number from 0, got {text!r}")

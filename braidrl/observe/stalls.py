@@ -4,8 +4,8 @@ ones.
 work begins ──rows done──▶ progress ──▶ ... ──▶ work ends        longest time without progress, by name of the work
 heartbeat ──each second──▶ ten times the longest recent one? ──▶ reported to the parent process
 
-Work without a history (loading, a first compilation) is not judged: it ends, or `cluster.wait_limit_s` and other limits
-apply.
+Work without a history (loading, a first compilation) is not checked: only `cluster.wait_limit_s` and other limits apply
+to it.
 """
 
 import threading
@@ -23,7 +23,7 @@ RECENT, ENOUGH = 20, 3
 
 
 class Stall(NamedTuple):
-    """Work that made no progress for `seconds`; the longest recent time without progress was `usual` seconds."""
+    """Work without progress for `seconds`; the longest recent interval without progress was `usual` seconds."""
 
     name: str
     seconds: float
@@ -38,7 +38,7 @@ class Stall(NamedTuple):
 
 @dataclass
 class PieceOfWork:
-    """Something in progress, and the longest time in it without progress."""
+    """Work in progress, and its longest interval without progress."""
 
     name: str
     started: float
@@ -49,7 +49,7 @@ class PieceOfWork:
 class OwnWork:
     """All work of one process.
 
-    Pieces may be nested or in several threads; a sign of progress counts for all of them.
+    Pieces may be nested or in several threads; progress of one counts for all.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -87,7 +87,7 @@ class OwnWork:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Record that the block waits for another process; a stall is then that process's."""
+        """Record that the block waits for another process, to which a stall is then attributed."""
         with self._lock:
             self._waits += 1
         try:

@@ -1,5 +1,5 @@
-"""The trace: each process appends spans of its work to its own file; the reader merges them, and `braid timeline` adds
-them up.
+"""The trace: each process appends spans of its work to a separate file; the reader merges them, and `braid timeline`
+sums them.
 
 run/trace/actor-0.jsonl   one line per span, written when the span ends
 run/trace/actor-1.jsonl  ─read_trace──▶ spans
@@ -68,7 +68,7 @@ class TraceWriter:
         self._origin = time.time() - time.perf_counter()
 
     def now(self) -> float:
-        """Return wall-clock seconds that never run backwards in this process."""
+        """Return wall-clock seconds that never decrease in this process."""
         return self._origin + time.perf_counter()
 
     @contextmanager
@@ -83,7 +83,7 @@ class TraceWriter:
         version: int | None = None,
         state: BusyState = "busy",
     ) -> Iterator[Span]:
-        """Record the time of the block, also when it raises; the block may set counts on the yielded span."""
+        """Record the time of the block, even if it raises; the block may set counts on the yielded span."""
         start = self.now()
         span = Span(self.worker, role, stage, iteration, start, start, rows, tokens, version, state)
         try:
@@ -128,7 +128,7 @@ class WorkerTrace(TraceWriter):
     ) -> Iterator[BusySpan]:
         """Record the time of a piece of work; the caller fills the span's sums.
 
-        An error is extended by the stage and its rows.
+        The stage and its rows are added to an error.
         """
         span = self.begin(stage, iteration, version)
         try:
@@ -143,7 +143,7 @@ class WorkerTrace(TraceWriter):
             self.end(span)
 
     def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
-        """Start a piece of work; this ends the waiting before it."""
+        """Start a piece of work; this ends the preceding wait."""
         now, idle = self.now(), self._idle_since
         if idle is not None and now - idle > WAITING_WORTH_S:
             about = (self.worker, self._role, stage, iteration)
@@ -172,7 +172,7 @@ class WorkerTrace(TraceWriter):
 def traced(
     trace: TraceWriter | None, role: str, stage: str, iteration: int, **about: Any
 ) -> AbstractContextManager[Span]:
-    """Record a span as `TraceWriter.span` does; without a trace do nothing."""
+    """Record a span as `TraceWriter.span` does; do nothing without a trace."""
     return trace.span(role, stage, iteration, **about) if trace else nullcontext(Span("", role, stage, iteration, 0, 0))
 
 
@@ -210,7 +210,7 @@ class Busy:
 def busy_table(spans: Sequence[Span]) -> list[Busy]:
     """Return a line per role over all stages, and one per role and stage, in order of their first start.
 
-    A worker's time lasts from the run's first start to its last end, less long pauses. Overlapping spans of a role
+    A worker's time lasts from the run's first start to its last end, minus long pauses. Overlapping spans of a role
     count once.
     """
     available = covered(spans, LONGEST_GAP)

@@ -43,20 +43,21 @@ class TrackedRun:
     folder: Path
     """The run folder; its name is the name of the run."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The whole configuration as plain YAML values."""
+    """The full configuration as plain YAML values."""
     resume_step: int | None = None
     """Last step before a resume; later steps are written again."""
 
 
 class Tracker(Protocol):
-    """Takes the numbers of each step. An error that it raises is printed in one line, and the run continues.
+    """Receives the metrics of each step.
 
-    It may also have `write_samples(step, samples)`, which takes some recorded responses of a step, at least one, and
-    `write_report(report)`, which takes the path of the report; the file itself stays in the run folder.
+    An error that it raises is printed in one line, and the run continues. It may also have `write_samples(step,
+    samples)`, which gets some recorded responses of a step, at least one, and `write_report(report)`, which gets the
+    path of the report; the file stays in the run folder.
     """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step, from 1, in order: finite numbers by name, in the units of docs/metrics.md."""
+        """Log the metrics of a step, from 1, in order: finite numbers by name, in the units of docs/metrics.md."""
 
     def close(self) -> None:
         """Flush and close; called once, also after a failed run."""
@@ -88,7 +89,7 @@ class Trackers:
     ) -> None:
         """Open the chosen trackers in order.
 
-        If `must_open`, one that cannot be opened raises UserError; else `say` prints a line.
+        If `must_open`, one that cannot be opened raises UserError; otherwise `say` prints a line.
         """
         self._say, self._reported = say, set[str]()
         self._open: list[tuple[TrackerConfig, Any]] = []
@@ -102,7 +103,7 @@ class Trackers:
                 tracker.write(step, metrics)
 
     def write_samples(self, step: int, read: Callable[[], Samples]) -> None:
-        """Pass recorded responses of a step to the trackers that are due; reads them only if there are any."""
+        """Send recorded responses of a step to the trackers that are due; reads them only if there are any."""
         samples: Samples | None = None
         for setting, tracker in self._open:
             if setting.samples_every and step % setting.samples_every == 0 and hasattr(tracker, "write_samples"):
@@ -140,7 +141,7 @@ class Trackers:
 
 
 class TensorboardTracker:
-    """Event files in the run folder's `tensorboard`. A resumed run hides what was written after the checkpoint."""
+    """Event files in the run folder's `tensorboard`. A resumed run hides events after the checkpoint."""
 
     def __init__(self, run: TrackedRun) -> None:
         # Imported here: it takes a second, and readers of metrics do not need it.
@@ -308,9 +309,8 @@ class SwanlabTracker(LoggedRun):
 
 
 def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = None) -> None:
-    """Use a tracker as a run and its resumption do, in an empty folder.
-
-    Raises UserError for a wrong name, and AssertionError.
+    """Use a tracker as a run and its resumption do, in an empty folder. Raises UserError for a wrong name, and
+    AssertionError for a failed check.
     """
     TRACKERS.check_settings(name, params or {})
     config = {"flow": "grpo", "trainer": {"steps": 4}}

@@ -44,16 +44,15 @@ class Observed:
     step_seconds: Mapping[int, float]
 
     def steps(self) -> Iterator[tuple[int, Problem]]:
-        """Yield each step after the warm-up, with the problem of its own row lengths."""
+        """Yield each step after the warm-up, with the problem of its row lengths."""
         for step, lengths in self.lengths.items():
             if step > WARM_UP:
                 yield step, replace(self.problem, lengths=lengths)
 
 
 def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
-    """Fit rates to runs on one kind of device; others stay as `before`.
-
-    Raises UserError without an iteration after the warm-up.
+    """Fit rates to runs on one kind of device; others keep the values of `before`. Raises UserError without an
+    iteration after the warm-up.
     """
     cluster, models = runs[0].problem.cluster, runs[0].problem.models
     kind = cluster.groups[0].kind
@@ -110,7 +109,7 @@ def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, fl
     totals: dict[str, float] = defaultdict(float)
     for work in done:
         for name in OWN:
-            # vLLM decodes at unit costs of its own.
+            # vLLM has separate unit costs for decoding.
             source = "vllm" if work.phase == "decode" and engine in VLLM else FITTED_AS[work.phase]
             totals[f"{source}.{name}"] += float(getattr(work, name))
         totals["memory"] += work.memory
@@ -125,8 +124,9 @@ def least_squares(
 ) -> dict[str, float]:
     """Fit non-negative unit costs by least absolute relative error (iteratively reweighted least squares).
 
-    Absolute instead of squared errors make outliers, such as steps slowed by other programs, count less. Each sample
-    has its quantities by name, its measured seconds, and the part of these that is already explained (`known_seconds`).
+    Absolute instead of squared errors reduce the weight of outliers, such as steps slowed by other programs. Each
+    sample has its quantities by name, its measured seconds, and the part of these that is already explained
+    (`known_seconds`).
     """
     names = sorted({name for sample in samples for name in sample})
     took = np.array(seconds)
@@ -164,7 +164,7 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
 
 
 def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dtype: str) -> Rates:
-    """Return unit costs as rates; keep those that no run shows."""
+    """Return unit costs as rates; rates without measurements are unchanged."""
     rates_of: dict[str, tuple[str, PhaseRates]] = {
         **{phase: (source, rates.of(phase)) for phase, source in FITTED_AS.items()},
         "vllm.prefill": ("infer", rates.vllm.prefill),

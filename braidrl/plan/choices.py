@@ -114,8 +114,8 @@ class Choices:
     ) -> SetChoice | None:
         """Return the fastest choices of roles that share these devices; None if they do not fit.
 
-        Combinations are tried in order of seconds without offloading. The search stops once the rest cannot beat the
-        best one, or after MOST_TRIED if memory is too tight for that.
+        Combinations are tried in order of seconds without offloading. The search stops once the remaining ones cannot
+        beat the best, or after MOST_TRIED if memory is too tight for that.
         """
         key = (roles, group.kind, devices, part)
         if key not in self._sets:
@@ -141,12 +141,12 @@ class Choices:
     ) -> Iterator[Choice]:
         """Yield each choice of a role that fits.
 
-        `keep` reduces those of one layout, where micro-batch and engine are independent.
+        `keep` reduces the choices of one layout, where micro-batch and engine are independent.
         """
         problem, longest = self.problem, self.problem.config.max_sequence_tokens
         configured = problem.config.trainer.max_tokens_per_device or USUAL_TOKENS
         if part == "generate":
-            # Engines on separate devices, with their own weights.
+            # Engines on separate devices, with separate weights.
             layout = ParallelLayout(data=devices)
             alone = replace(model.use, shape=model.use.plain, layout=layout, trained=False, tokens=configured)
             engines = [
@@ -195,13 +195,13 @@ class Choices:
         part: RolePart,
         apart: bool = False,
     ) -> Iterator[Choice]:
-        """Yield the choices that fit their devices alone, with the seconds of this part's stages."""
+        """Yield the choices that fit their devices without other roles, with the seconds of this part's stages."""
         room = self.problem.cluster.kinds[group.kind].memory * USABLE
         stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
         for use in uses:
             resident, working = role_memory(use)
             if part == "generate":
-                # The trainer's own memory is counted with its model part.
+                # The trainer's memory is counted with its model part.
                 resident, working = {name: size for name, size in resident.items() if name in (ENGINE, *FREED)}, {}
             if largest_stage(resident) + sum(working.values()) > room:
                 continue
@@ -222,15 +222,15 @@ class Choices:
         heads = sizes.num_attention_heads
         if engine == "embedded":
             heads = math.gcd(heads, sizes.num_key_value_heads)
-        # An engine stays within a node. The embedded one shards over ranks that train alone, which take no turns in an
-        # environment.
+        # An engine stays within a node. The embedded one shards over ranks that train alone, which do not support
+        # environments.
         plays = any("environment" in s.params for s in model.stages)
         alone = plays or layout is None if engine == "embedded" else engine != "vllm"
         for divisor in [1] if alone else divisors(math.gcd(heads, math.gcd(devices, group.devices))):
             if layout is not None and not alone:
                 try:
                     problem.generation(divisor).check(layout, devices)
-                except UserError:  # a grouping fits some layouts alone
+                except UserError:  # a grouping fits only some layouts
                     continue
             rows = math.ceil(problem.rows * problem.lengths.generated / max(1, devices // divisor))
             enough = min(-(-rows // FEWEST_SLOTS) * FEWEST_SLOTS, MOST_SLOTS)
@@ -264,7 +264,7 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
     measured: list[tuple[tuple[float, ...], Choice]] = []
     for choice in choices:
         held = assets("", dict(choice.resident))
-        weights = choice.resident.get(ENGINE, 0)  # the part of an engine that stays during sleep
+        weights = choice.resident.get(ENGINE, 0)  # the part of an engine that stays resident while it sleeps
         parts = (held.get(Asset("", part), 0) for part in PARTS)
         measured.append(((choice.busy, *parts, weights, choice.working), choice))
     front: list[tuple[tuple[float, ...], Choice]] = []
@@ -278,7 +278,7 @@ def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) ->
     """Return these choices on shared devices, without offloading."""
     costs = dict[str, Cost]()
     for choice in roles.values():
-        # Roles that play together have a stage in common.
+        # Roles that play together share a stage.
         costs |= {name: costs.get(name, Cost()).plus(cost) for name, cost in choice.costs.items()}
     working = max(choice.working for choice in roles.values())
     memory = at_once([choice.resident for choice in roles.values()], working)
@@ -286,7 +286,7 @@ def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) ->
 
 
 def in_turns(problem: Problem, choice_of_set: SetChoice, budget: int) -> SetChoice | None:
-    """Return choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+    """Return choices with the moves under a budget of resident bytes; None if a single stage needs more."""
     roles, kind = choice_of_set.roles, choice_of_set.group.kind
     generating = [role for role, role_choice in roles.items() if role_choice.use.engine]
     resident = {role: dict(role_choice.resident) for role, role_choice in roles.items()}
@@ -322,7 +322,7 @@ def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple
 
 
 def largest_stage(resident: Mapping[str, int]) -> int:
-    """Return the most bytes of a role that one stage needs: to train, to infer, or to decode."""
+    """Return the maximum bytes that one stage of a role needs: to train, to infer, or to decode."""
     sizes = assets("", dict(resident))
     needed: tuple[tuple[AssetPart, ...], ...] = (("weights", "optimizer"), ("weights", "inference"), ("engine",))
     return max(sum(sizes.get(Asset("", part), 0) for part in parts) for parts in needed)

@@ -31,7 +31,7 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
     """
     models, deployment = problem.models, problem.deployment
     groups, sets = device_groups(deployment), list[SetChoice]()
-    # Roles whose generation has a pool of its own.
+    # Roles whose generation has a separate pool.
     split = {use.role for group in groups for use in group.uses if use.apart}
     for group in groups:
         roles: dict[str, Choice] = {}
@@ -91,7 +91,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         tree["rollout"]["vllm"] = {"gpu_memory_utilization": share, **sleeps}
     if plan.runtime == "streaming":
         divisors = {name: engine.divisor for name, engine in engines.items()}
-        # Each set is a worker group, named first; roles that play in it have no count of their own.
+        # Each set is a worker group, named first; roles that play in it have no separate count.
         named = {next(iter(set_choice.roles)): set_choice for set_choice in plan.sets}
         counts: dict[str, Any] = {
             name: set_of_group.devices // divisors.get(name, 1) for name, set_of_group in named.items()
@@ -122,7 +122,7 @@ def role_settings(choice: Choice, role: str, problem: Problem, runtime: str) -> 
         return settings
     settings["layout"] = choice.use.layout.model_dump(exclude_defaults=True)
     if runtime == "streaming" and role not in problem.flow.changed_roles and choice.use.layout.is_replicated:
-        # Without a number of its own, each process of a frozen role takes rows alone.
+        # Without a configured number, each process of a frozen role takes rows independently.
         settings["layout"] = {}
     if choice.use.inference is not None:
         settings["inference_layout"] = choice.use.inference.model_dump(exclude_defaults=True)

@@ -1,4 +1,4 @@
-"""The report of a plan in 80 columns: plans, the best one's stages and roles, what was varied, and what decided.
+"""The report of a plan in 80 columns: plans, the best plan's stages and roles, the variations, and the reasons.
 
 plans ──▶ tables, reasons ──▶ terminal      best plan ──spans──▶ the trace that `--trace` writes
 """

@@ -51,7 +51,7 @@ class Model:
     role: str
     dtype: str
     use: RoleDeployment
-    """Its deployment in no layout that is tried yet, without an engine and without recomputation."""
+    """Its deployment before a layout is chosen, without an engine and without recomputation."""
     stages: tuple[Stage, ...]
     generates: bool
     infers: bool
@@ -59,10 +59,11 @@ class Model:
 
 @dataclass(eq=False)
 class Problem:
-    """The problem. `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived.
+    """The problem.
 
-    Its configuration is the one of a run on the cluster: what a role's dtype and an engine's weights are depends on the
-    device. Its `rates` are completed by those of all of the cluster's kinds.
+    `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived. Its configuration is
+    that of a run on the cluster: a role's dtype and an engine's weights depend on the device. Its `rates` are completed
+    by those of all of the cluster's kinds.
     """
 
     config: Config
@@ -84,7 +85,7 @@ class Problem:
 
     @cached_property
     def deployment(self) -> Deployment:
-        """Return where the configured run's processes and engines are."""
+        """Return the deployment of the configured run."""
         return deploy(self.config, self.flow)
 
     @cached_property
@@ -174,7 +175,7 @@ class Problem:
         """Return the work of a model's stage on its busiest device; generation returns prefill and decode."""
         model, node, config = self.models[str(stage.role)], group.devices, self.config
         if stage.kind is Kind.GENERATE:
-            # Servers are as many as there are addresses, each with what vLLM does by default.
+            # There is one server per address, with vLLM's default settings.
             engine = use.engine or EngineUse(model.use.shape, slots_of(config), 0)
             replicas = max(1, devices // engine.divisor if use.engine else len(config.rollout.servers.urls))
             multiple = ROW_MULTIPLE if self.cluster.device == "cpu" and config.rollout.engine == "embedded" else 1
@@ -206,14 +207,14 @@ class Problem:
 
     @property
     def publishes_files(self) -> bool:
-        """Return True if engines apart from the trainer read weights from files in host memory."""
+        """Return True if engines outside the trainer read weights from files in host memory."""
         return self.cluster.device == "cpu" or self.config.rollout.weights == "file"
 
     def publication_seconds(self, use: RoleDeployment, group: NodeGroup, apart: bool) -> float:
         """Return the seconds of a weight update; 0 if engines share the trainer's weights.
 
-        Ranks that generate receive the slices that they lack. Engines on other devices receive theirs whole: by a
-        process group between CUDA devices, else from a file in host memory.
+        Ranks that generate receive the slices that they lack. Engines on other devices receive full weights: by a
+        process group between CUDA devices, otherwise from a file in host memory.
         """
         engine, kind, rates = use.engine, self.cluster.kinds[group.kind], self.rates[group.kind]
         if engine is None:
@@ -238,7 +239,7 @@ class Problem:
         return configured if divisor == configured.ranks else GenerationLayout(1, divisor, configured.grouping)
 
     def allows(self, role: str, layout: ParallelLayout) -> bool:
-        """Return whether a run can shard the role's model by this layout."""
+        """Return True if a run can shard the role's model by this layout."""
         axes = (role, layout.pipeline > 1, layout.tensor > 1, layout.token_ranks > 1, layout.shard != "none")
         if axes not in self._allowed:
             try:
@@ -292,7 +293,7 @@ def batch_lengths(config: Config, lengths_given: str | None = None, sources: Seq
 
 
 def tokens_seen(sources: Sequence[LoadedSource]) -> float:
-    """Return the mean of the tokens that stand for images in a prompt, over the first prompts of each source."""
+    """Return the mean number of image tokens in a prompt, over the first prompts of each source."""
     image_tokens = [
         sum(span.tokens for span in (source.images(row) or [[]])[0])
         for source in sources
@@ -310,7 +311,7 @@ def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:
 
 
 def spread(lengths: IntArray, rows: int) -> IntArray:
-    """Return the places of `rows` lengths of the same distribution, ascending: midpoints, as not every batch has the
+    """Return the positions of `rows` lengths of the same distribution, ascending: midpoints, as not every batch has the
     longest row.
     """
     midpoints = ((np.arange(rows) + 0.5) * len(lengths) / rows).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Rates: convert work to seconds by the share of a device's peak that programs achieve. Calibration fits all of them.
+"""Rates: convert work to seconds by the share of a device's peak that programs achieve. Calibration fits all rates.
 
 Work ──price(kind, rates)──▶ Cost        compute = operations / (peak · share) + bytes / (bandwidth · share) + overheads
                                          communication = exposed transfers + overlapped transfers that exceed the
@@ -111,14 +111,14 @@ class Rates(Section):
     """Forward and backward passes and the optimizer."""
     infer: PhaseRates = PhaseRates(share=0.5, call_s=100e-6)
     prefill: PhaseRates = PhaseRates(share=0.5, call_s=50e-6)
-    """Prefill by the embedded engine, or by an engine of your own."""
+    """Prefill by the embedded engine, or by a user's engine."""
     decode: PhaseRates = PhaseRates(share=0.5, token_s=5e-6, step_s=4.2e-3)
     """Decoding by these engines.
 
     Defaults: the embedded engine on an H200 (benchmarks/results/gpu-nvidia-h200-full.json).
     """
     vllm: EngineRates = EngineRates()
-    """Prefill and decoding by vLLM, in a run's own engines or in servers."""
+    """Prefill and decoding by vLLM, in a run's engines or in servers."""
     memory: float = Field(0.7, gt=0)
     """Share of the memory's bandwidth."""
     link: float = Field(0.7, gt=0)

@@ -2,13 +2,13 @@
 
 hybrid     partitions of the roles ──▶ devices of each set ──▶ choices of each set
     ──makespan──▶ the best of each partition
-               pruned by a lower bound of each set                            the runtime's own order of calls
+               pruned by a lower bound of each set                            the runtime's order of calls
 streaming  devices of each worker group ──lower bound: its busiest group──▶ in order of the bound
     ──simulation──▶ the best
 
 The search of partitions is HybridFlow's Algorithm 1 (arXiv 2409.19256). The paper sums seconds within a set and takes
 the maximum across sets, phase by phase. Here an iteration's calls are scheduled as the hybrid runtime makes them; the
-results are equal if phases do not overlap. A streaming plan is simulated with the runtime's own schedule.
+results are equal if phases do not overlap. A streaming plan is simulated with the runtime's schedule.
 """
 
 import itertools
@@ -157,7 +157,7 @@ class Search:
         )
 
     def engine_without_room(self, group: NodeGroup) -> str | None:
-        """Return a line if a role's model fits on a group of nodes but its engine does not; else None."""
+        """Return a log line if a role's model fits on a group of nodes but its engine does not; otherwise None."""
         for role in (role for role, model in self.problem.models.items() if model.generates):
             trains, generates = (bool(self.choices.of_role(role, group, group.size, part)) for part in PARTS)
             if trains and not generates:
@@ -193,7 +193,7 @@ class Search:
     def places(self, count: int) -> Iterator[list[tuple[NodeGroup, int]]]:
         """Yield each assignment of `count` sets of roles to kinds of devices, with the devices of each set.
 
-        Each used node group gives all of its devices to its own sets.
+        Each used node group gives all of its devices to its sets.
         """
         for groups in itertools.product(self.problem.cluster.groups, repeat=count):
             members = {group: [i for i, candidate in enumerate(groups) if candidate == group] for group in groups}
@@ -222,7 +222,7 @@ class Search:
                 room = kinds[group.kind].memory * USABLE
                 part: RolePart = "generate" if member.kind == "generate" else "model"
                 if member.policies:
-                    # Their engines are in the same processes, all at once.
+                    # Their engines are in the same processes.
                     chosen = self.choices.of_set((str(member.role), *member.policies), group, devices, part)
                     if chosen is None or chosen.budget is not None:
                         break
@@ -284,7 +284,7 @@ def call_times(
 
 
 def costs_of(problem: Problem, sets: Sequence[SetChoice]) -> dict[str, Cost]:
-    """Return the cost of each stage of the flow; stages without a model take given or calibrated seconds."""
+    """Return the cost of each stage of the flow; stages without a model have configured or calibrated seconds."""
     costs = {name: cost for choice in sets for name, cost in choice.costs.items()}
     for stage in problem.flow.stages:
         if stage.name not in costs:
@@ -303,7 +303,7 @@ def streaming_plan(problem: Problem, sets: Sequence[SetChoice], staleness: int) 
 
 
 def workload(problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Cost], staleness: int) -> Workload:
-    """Return the workload to simulate; in large batches, each of its rows stands for several."""
+    """Return the workload to simulate; in large batches, each simulated row stands for several."""
     config, lengths = problem.config, problem.lengths
     samples = config.rollout.samples_per_prompt
     prompts = max(1, min(config.trainer.prompts_per_step, MOST_ROWS // samples))
@@ -323,7 +323,7 @@ def workload(problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Co
         older_groups=older_places(config.streaming.on_policy_share, prompts),
     )
     weights = max((costs[s.name].weights for s in problem.flow.stages if s.kind is Kind.GENERATE), default=0.0)
-    # A file is written beside the next batch, and then read; the workers of a process group receive weights in one
+    # A file is written during the next batch, and then read; the workers of a process group receive weights in one
     # step.
     load, receive = (weights / 2, 0.0) if problem.publishes_files else (0.0, weights)
     return Workload(
@@ -344,7 +344,7 @@ def worker_seconds(
     """Return the simulated workers of each consumer and stage, and the seconds of a row of mean length, for `scale`
     rows, on one of them.
 
-    Each slot of an engine is a simulated worker. Stages without a model run where their rows are.
+    Each slot of an engine is a simulated worker. Stages without a model run on the workers that hold their rows.
     """
     lengths, flow, workers = problem.lengths, problem.flow, dict[str, int]()
     seconds = {name: cost.seconds / len(lengths) * scale for name, cost in costs.items()}

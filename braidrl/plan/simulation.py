@@ -41,16 +41,16 @@ class Workload:
     workers: Mapping[str, int] = field(default_factory=dict)
     """Workers of a stage; default 1."""
     dispatch_rows: int = 4
-    """Most rows of a lease; engines lease one row at a time."""
+    """Maximum rows of a lease; engines lease one row at a time."""
     slots: int = 1
-    """Rows that an engine generates at once."""
+    """Concurrent rows of an engine."""
     step_seconds: float = 0.0
     """Seconds of an engine's decode step. Rows start at a step boundary; an engine requests a new row while the next
-    step runs. 0: rows start at once.
+    step runs. 0: rows start immediately.
     """
     loading: Way = "rolling"
     load_seconds: float = 0.0
-    """Seconds that an engine pauses to load weights that lie in its host's memory."""
+    """Seconds that an engine pauses to load weights from its host's memory."""
     receive_seconds: float = 0.0
     """Seconds to receive weights, in the same pause; under `delayed` before it, while the engine generates."""
     verdict: Callable[[int], str | None] = lambda group: None
@@ -176,7 +176,7 @@ class Streaming:
                 pass
             idle: set[tuple[str, int | None]] = set()
             for worker in self.workers:
-                # If one worker of a stage finds no rows, others of the same version find none either.
+                # If one worker of a stage finds no rows, other workers of the same version find none either.
                 kind = worker.consumer.name, self.loading.version_of(worker.name)
                 if kind in idle or worker.loads or not self.loading.takes_rows(worker.name):
                     continue
@@ -280,15 +280,15 @@ class Streaming:
             elif training is not None and not training.busy and training.stages:
                 changed |= self._update(worker, training)
             elif training is not None and not training.busy and not training.rows_left:
-                # All of its rows have come and all updates are made.
+                # All of its rows have arrived and all updates are made.
                 for lease, _ in training.pieces:
                     self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease))
                 worker.training, changed = None, True
         return changed
 
     def _update(self, worker: SimulatedWorker, training: SimulatedTraining) -> bool:
-        """Accumulate the rows of a trainer's next update that have come, or make its step; return False if neither is
-        possible.
+        """Accumulate the rows of a trainer's next update that have arrived, or make its step; return False if neither
+        is possible.
         """
         stage, batch = training.stages[0], training.batch
         if pieces := training.updates.take():
@@ -329,7 +329,7 @@ class Streaming:
             if load is None:
                 continue
             started = engine.loads = True
-            # After the current decode step the engine preempts its rows, whose ends are postponed.
+            # After the current decode step the engine preempts its rows, so that their ends are postponed.
             until = engine.receives_until or self.clock.now + self.work.receive_seconds
             seconds, engine.receives_until = self.work.load_seconds + max(0.0, until - self.clock.now), None
             step = self._until_step(engine)
@@ -370,9 +370,7 @@ class Streaming:
     def _note(
         self, worker: SimulatedWorker, rows: Sequence[Uid], shares: Sequence[float], stage: Stage | None = None
     ) -> None:
-        """Add a span of each rank to the timeline; by default it has the name of the consumer's first stage that its
-        worker is for.
-        """
+        """Add a span of each rank to the timeline, by default with the name of the consumer's first stage."""
         shown = stage or (worker.consumer.updates or worker.consumer.stages)[0]
         now, iteration = self.clock.now, self.schedule.iteration_of[rows[0][1]]
         for rank, share in enumerate(shares):

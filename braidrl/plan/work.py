@@ -35,7 +35,7 @@ IntArray = npt.NDArray[np.int64]
 @dataclass(eq=False)
 class Lengths:
     """Prompt (R,) and response (R,) tokens of a batch's rows; `generated` is sampled rows per trained row, and `seen`
-    the mean of the prompts' tokens that stand for images.
+    the mean number of image tokens of a prompt.
     """
 
     prompts: IntArray
@@ -66,7 +66,7 @@ class Share(NamedTuple):
 
 
 def share_of(lengths: Lengths, copies: int, updates: int = 1) -> Share:
-    """Return the busiest copy's share of one update, at least whole rows."""
+    """Return the busiest copy's share of one update, rounded up to complete rows."""
     rows = len(lengths) / updates
     local = math.ceil(rows / copies)
     mean = lengths.tokens / len(lengths)
@@ -138,7 +138,7 @@ def model_work(
         waited += sent(node, t, s, 4 * times * width / t * (s - 1) / s * bubble)
         collectives += 4 * times * batches
     if (e := layout.expert) > 1:
-        # Rows go to their experts and back, and in training their gradients.
+        # The all-to-all of rows to experts and back, and in training of their gradients.
         rows = times * width / t * shape.chosen_experts
         waited += sent(node, 1, e, 2 * rows * (e - 1) / e * bubble)
         collectives += 3 * times * batches
@@ -177,7 +177,7 @@ def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: boo
     experts = layers * layer_experts(shape) if layout.expert > 1 else 0
     dense = layers * shape.layer_parameters + beside_layers(shape, layout) - experts
     behind, waited, collectives = np.zeros(2), np.zeros(2), 0.0
-    # Parameters, the ranks that hold different ones of them, and the ranks of all.
+    # Parameters, the ranks that shard them, and all ranks.
     for parameters, inner in ((dense, layout.tensor), (experts, layout.expert)):
         if not parameters:
             continue
@@ -255,7 +255,7 @@ def generate_work(
 ) -> tuple[Work, Work]:
     """Return the work of one rank in generation: (prefill, decode).
 
-    Each of `replicas` engines has `tensor` ranks and decodes `slots` rows at once, padded to a `multiple`; the
+    Each of `replicas` engines has `tensor` ranks and decodes `slots` concurrent rows, padded to a `multiple`; the
     `samples` rows of a prompt share its prefill.
     """
     # The slowest engine: an even sample of all response lengths with the longest, shuffled.
@@ -306,11 +306,10 @@ def generate_work(
 
 @cache
 def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
-    """Return the share of the model that a rank receives at most when its own ranks reshard weights from training to
-    generation.
+    """Return the maximum share of the model that a rank receives when training ranks reshard weights for generation.
 
-    This is HybridFlow's table 2 (arXiv 2409.19256).
-    `neighbour` and `gather` collect whole tensors; otherwise slices that a rank already holds are not sent.
+    This is HybridFlow's table 2 (arXiv 2409.19256). `neighbour` and `gather` collect full tensors; otherwise slices
+    that a rank already holds are not sent.
     """
     pipeline, tensor = layout.pipeline, layout.tensor
     if target.grouping in ("neighbour", "gather"):
@@ -318,7 +317,7 @@ def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
         return (ranks - 1) / ranks
     groups = target.groups(layout).numpy()
     held = np.ones(groups.shape)
-    # The parts of the stages and of each tensor that a rank holds already, and those that it generates with, as parts
+    # The parts of the stages and of each tensor that a rank already holds, and those with which it generates, as parts
     # of [0, 1].
     for trains, parts, targets, generated in (
         (groups // (groups.size // pipeline), pipeline, np.arange(target.pipeline)[:, None], target.pipeline),
