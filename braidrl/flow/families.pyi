@@ -301,9 +301,7 @@ class ShapeNames:
     def response_log_prob(
         self, *, of: str | None = None, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
-        """Return the sum of the log-probs of each row's action tokens, (B,) float64: the evaluation of given
-        responses.
-        """
+        """Return the sum of the log-probs of each row's action tokens, (B,) float64."""
 
     def row_kl_penalty(
         self, *, coef: float, estimator: str = "k1", of: str | None = None, id: str | None = None,
@@ -396,8 +394,9 @@ class LossNames:
         """
 
     def distillation(self) -> dict[str, Any]:
-        """Return −sg(log π_teacher − log π)·log π on own tokens, whose gradient is that of the reverse KL. arXiv
-        2306.13649.
+        """Return −sg(log π_teacher − log π)·log π on tokens sampled from π; its gradient is that of the reverse KL.
+
+        arXiv 2306.13649.
         """
 
     def dpo(
@@ -464,7 +463,7 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
-        PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained
+        PPO as in its authors' implementation, arXiv 1707.06347. The metrics include the moments for explained
         variance.
         """
 
