@@ -1,16 +1,18 @@
 """`braid import-config FILE`: conversion of another framework's configuration, with a line for each of its keys.
 
-verl's YAML, or a script of overrides ─┐
+verl's and AReaL's YAML, overrides    ─┐
 OpenRLHF's, slime's, TRL's arguments  ─┼─keys──▶ NAME_keys.yaml: key of Braid, rule ──▶ braid.yaml, checked
-TRL's YAML                            ─┘                       └──▶ translated | to decide | without counterpart
+TRL's YAML, prime-rl's TOML           ─┘                       └──▶ translated | to decide | without counterpart
 """
 
 import re
+import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from braidrl.cli.import_scripts import (
 )
 from braidrl.config import parse_config
 from braidrl.errors import UserError, shown
-from braidrl.parsing import flat, read_yaml
+from braidrl.parsing import flat, read_text, read_yaml
 
 FOLDER = Path(__file__).parent
 NOTES = "notes"
@@ -55,6 +57,8 @@ class Framework:
     """Prefixes of keys, one of which its files have."""
     has_overrides: bool = False
     """True if its command takes `key=value` in place of `--key value`."""
+    starts: Callable[[Sequence[str], int], bool] = lambda words, at: True
+    """Whether the words of a command, with the one that matched, start it."""
     flow: Callable[[Mapping[str, Any]], str] = lambda given: "grpo"
     """The recipe of a configuration."""
     finish: Callable[[Imported], None] = lambda imported: None
@@ -64,6 +68,11 @@ class Framework:
     def table(self) -> dict[str, dict[str, Any]]:
         table: dict[str, dict[str, Any]] = read_yaml(FOLDER / f"{self.name.lower()}_keys.yaml")
         return table
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """The table's name of each key that other versions call otherwise (`also`)."""
+        return {other: key for key, row in self.table.items() for other in row.get("also", ())}
 
     def row(self, key: str) -> dict[str, Any] | None:
         """Return the row of a key: an exact one, otherwise the first with a matching pattern."""
@@ -97,6 +106,23 @@ def openrlhf_flow(keys: Mapping[str, Any]) -> str:
     word = re.search(r"train_(sft|dpo|rm|ppo)", str(keys.get(COMMAND_LINE, "")))
     named = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}.get(word[1] if word else "")
     return named or import_rules.OPENRLHF_FLOWS.get(str(keys.get("advantage_estimator", "gae")), "grpo")
+
+
+def areal_flow(keys: Mapping[str, Any]) -> str:
+    if "gconfig.n_samples" not in keys and "actor.eps_clip" not in keys:
+        return "sft"
+    if any(key.startswith("critic.") for key in keys):
+        return "ppo"
+    if keys.get("actor.importance_sampling_level") == "sequence":
+        return "gspo"
+    if keys.get("actor.overlong_reward_penalty") or keys.get("actor.dynamic_sampling"):
+        return "dapo"
+    return "rloo" if keys.get("actor.reward_norm.mean_leave1out") else "grpo"
+
+
+def prime_flow(keys: Mapping[str, Any]) -> str:
+    is_supervised = any(re.match(r"data\.(?:name|dataset|source|batch_size|splits)", key) for key in keys)
+    return "sft" if is_supervised and "orchestrator.group_size" not in keys else "grpo"
 
 
 def finish_verl(imported: Imported) -> None:
@@ -133,7 +159,18 @@ FRAMEWORKS = {
         Framework(
             "slime",
             re.compile(r"(?:^|/)train(?:_async)?\.py$"),
+            starts=lambda words, at: not any("launcher" in word for word in words[:at]),
             flow=lambda given: import_rules.SLIME_FLOWS.get(str(given.get("advantage_estimator", "grpo")), "grpo"),
+        ),
+        Framework(
+            "prime-rl",
+            re.compile(
+                r"(?:^|/)(?:rl|sft|trainer|orchestrator)$|prime_rl[\w/.]*(?:rl|train|sft|orchestrator)(?:\.py)?$"
+            ),
+            frozenset({"orchestrator.", "trainer.", "inference.", "optim.", "rollouts_per_example", "data.", "env"}),
+            starts=lambda words, at: any(word.startswith("@") for word in words[at:]),
+            flow=prime_flow,
+            finish=import_rules.finish_prime,
         ),
         Framework(
             "TRL",
@@ -148,11 +185,22 @@ FRAMEWORKS = {
                     "dataset_name",
                 }
             ),
+            starts=lambda words, at: words[at] not in ("sft", "dpo", "reward") or "trl" in words[:at],
             flow=trl_flow,
             finish=finish_trl,
         ),
+        Framework(
+            "AReaL",
+            re.compile(r"areal[\w.]*launcher[\w.]*$|\.py$"),
+            frozenset({"gconfig.", "allocation_mode", "train_dataset.path", "actor.path"}),
+            has_overrides=True,
+            flow=areal_flow,
+            finish=import_rules.finish_areal,
+        ),
     )
 }
+TOML = "prime-rl"
+"""The framework whose files are TOML."""
 
 
 def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
@@ -164,21 +212,41 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
         if command := script.command():
             return FRAMEWORKS["TRL"], {COMMAND_LINE: f"trl {command}", **script.given()}
         raise UserError(f"{path} calls no trainer of TRL, such as GRPOTrainer")
-    if path.suffix not in (".yaml", ".yml"):
+    if path.suffix not in (".yaml", ".yml", ".toml"):
         return read_script(path)
-    tree = read_yaml(path)
+    tree = read_toml(path) if path.suffix == ".toml" else read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold keys and values, as in `algorithm: {{adv_estimator: grpo}}`")
     # `+key` is Hydra's syntax for adding a key.
     dotted = {re.sub(r"(^|\.)\++", r"\1", str(key)): value for key, value in flat(tree, WHOLE)}
     for framework in FRAMEWORKS.values():
-        if any(key.startswith(mark) for key in dotted for mark in framework.marks):
-            # The other frameworks' arguments are not nested: a mapping is a value.
+        is_its_form = (framework.name == TOML) == (path.suffix == ".toml")
+        if is_its_form and any(key.startswith(mark) for key in dotted for mark in framework.marks):
+            if framework.name == TOML:
+                return framework, {COMMAND_LINE: path.stem, **dotted}
+            # TRL's arguments are not nested: a mapping is a value.
             return framework, dotted if framework.has_overrides else {str(key): value for key, value in tree.items()}
     raise UserError(
-        f"{path} names no model and no data by keys of verl or TRL, as in `actor_rollout_ref: {{model: {{path: ...}}}}`"
-        "; OpenRLHF and slime have scripts, whose names end in .sh"
+        f"{path} names no model and no data by keys of verl, AReaL or TRL, as in "
+        "`actor_rollout_ref: {model: {path: ...}}`, and is no TOML of prime-rl; OpenRLHF and slime have scripts, whose "
+        "names end in .sh"
     )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the keys of a TOML file, with the tables of an array by their numbers. Raises UserError for other text."""
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
+            value = {str(number): part for number, part in enumerate(value)}
+        # A table without keys turns its section on.
+        return ({key: numbered(part) for key, part in value.items()} or True) if isinstance(value, dict) else value
+
+    try:
+        tree = tomllib.loads(read_text(path))
+        return {key: numbered(part) for key, part in tree.items()}
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is no TOML: {error}") from None
 
 
 def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
@@ -189,7 +257,10 @@ def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
     """
     trainings = [training for words in read_commands(path) if (training := training_of(words, path))]
     if not trainings:
-        names = "verl.trainer.main_ppo, openrlhf.cli.train_ppo_ray, slime's train.py, or trl grpo"
+        names = (
+            "verl.trainer.main_ppo, openrlhf.cli.train_ppo_ray, slime's train.py, trl grpo, prime-rl's `rl @ FILE`, or "
+            "AReaL's `--config FILE`"
+        )
         raise UserError(f"{path} starts no training that is known, such as {names}")
     framework, keys = trainings[-1]
     otherwise = [training_of(words, path) for words in read_commands(path, conditional=False)]
@@ -206,24 +277,63 @@ def read_script(path: Path) -> tuple[Framework, dict[str, Any]]:
 
 def training_of(words: list[str], path: Path) -> tuple[Framework, dict[str, Any]] | None:
     """Return the framework that a command of a script starts, and the keys that it sets; None for other commands."""
+    if words[0] in ("echo", "printf"):
+        return None
+    file = named_file(words, path)
+    named = read_source(file) if file is not None and file.is_file() else None
     for framework in FRAMEWORKS.values():
         at = next((n for n, word in enumerate(words) if framework.command.search(word)), None)
+        is_areal = framework.name == "AReaL" and (named is not None or (at is not None and "launcher" in words[at]))
         if (
             at is None
-            or words[0] in ("echo", "printf")
-            or (framework.name == "TRL" and words[at] in ("sft", "dpo") and "trl" not in words[:at])
+            or not framework.starts(words, at)
+            or (named is not None and named[0] is not framework)
+            or (framework.name == "AReaL" and not is_areal)
         ):
             continue
-        pairs = list((overrides if framework.has_overrides else arguments)(words[at + 1 :]))
+        if framework.name == TOML:
+            return framework, {COMMAND_LINE: words[at], **dict(with_files(words[at + 1 :], path))}
+        rest = [word for word in words[at + 1 :] if framework.name != "AReaL" or "=" in word.lstrip("-")]
+        pairs = list((overrides if framework.has_overrides else arguments)(rest))
         begin = words.index("launch") + 1 if "launch" in words[:at] else 0
         launched = dict(arguments([word for word in words[begin:at] if word.startswith("-") or begin]))
         keys = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
         if framework.name == "TRL" and begin:
             keys = {**launched, **keys}
-        if framework.name == "TRL" and isinstance(config := keys.pop("config", None), str):
-            keys = {**read_source(path.parent / config)[1], **keys}
+        if file is not None and framework.name in ("TRL", "AReaL"):
+            keys.pop("--config", keys.pop("config", None))  # of `--config=FILE` in overrides, and of arguments
+            keys = {**(named or read_source(file))[1], **keys}
         return framework, keys
     return None
+
+
+def named_file(words: Sequence[str], path: Path) -> Path | None:
+    """Return the configuration that a command names by `--config`: beside its script, or below this folder."""
+    joined = (word.partition("=")[2] for word in words if word.startswith("--config="))
+    apart = (value for word, value in pairwise(words) if word == "--config")
+    name = next((value for value in (*apart, *joined) if value.endswith((".yaml", ".yml"))), None)
+    if name is None:
+        return None
+    files = [path.parent / name, Path(name), path.parent / Path(name).name]
+    return next((file for file in files if file.is_file()), files[0])
+
+
+def with_files(words: Sequence[str], path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of prime-rl's arguments: `@ FILE`, `--section @ FILE` and `--section.key value`."""
+    rest, number = list[str](), 0
+    spaced = [part for word in words for part in (("@", word[1:]) if word[:1] == "@" and len(word) > 1 else (word,))]
+    while number < len(spaced):
+        if spaced[number] == "@" and number + 1 < len(spaced):
+            section = rest.pop().lstrip("-") + "." if rest and rest[-1].startswith("--") else ""
+            file = next((f for f in (path.parent / spaced[number + 1], Path(spaced[number + 1])) if f.is_file()), None)
+            if file is None:
+                raise UserError(f"no configuration file {spaced[number + 1]}, which {path} names")
+            yield from ((f"{section}{key}", value) for key, value in flat(read_toml(file)))
+            number += 1
+        else:
+            rest.append(spaced[number])
+        number += 1
+    yield from arguments(rest)
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
@@ -231,8 +341,10 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
 
     Raises UserError for a file of an unknown framework, or one without a model.
     """
-    framework, source_keys = read_source(path)
-    notes = source_keys.pop(NOTES, {})
+    framework, written = read_source(path)
+    notes = written.pop(NOTES, {})
+    names = {key: framework.names.get(key, key) for key in written}
+    source_keys = {names[key]: number_of(value) for key, value in written.items()}
     defaults = {key: row["default"] for key, row in framework.table.items() if "default" in row}
     source_keys = {key: referred(value, defaults | source_keys) for key, value in source_keys.items()}
     usable = {
@@ -259,15 +371,21 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
         row = framework.row(key) or {}
         is_needless = not row.keys() & {"to", "rule", "decide"} and "note" in row
         outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(key, source_keys[key])
-    outcomes = {key: outcomes[key] for key in source_keys if key != COMMAND_LINE}
+    outcomes = {key: outcomes[names[key]] for key in written if key != COMMAND_LINE}
+    theirs = {name: key for key, name in names.items()}
     for key, advice in (imported.advice | notes).items():
-        outcomes[key] = KeyOutcome(DECIDE, advice)
+        outcomes[theirs.get(key, key)] = KeyOutcome(DECIDE, advice)
     if "model" not in imported.made:
         raise UserError(f"{path} names no model of {framework.name}; is it a whole configuration?")
     is_advised = any(outcome.text.startswith("trainer.steps") for outcome in outcomes.values())
     if "trainer.steps" not in imported.made and not is_advised:
         outcomes["trainer.steps"] = KeyOutcome(DECIDE, f"{framework.name} counts epochs; write trainer.steps")
     return nested(imported.made), outcomes
+
+
+def number_of(value: Any) -> Any:
+    """Return a number that YAML reads as text, as in `1e-6`; other values unchanged."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else value
 
 
 def referred(value: Any, keys: Mapping[str, Any]) -> Any:

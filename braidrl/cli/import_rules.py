@@ -6,6 +6,8 @@ names the rules.
 """
 
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,6 +83,8 @@ Rule = Callable[[Imported, Any, str], Any]
 
 def flow(imported: Imported, value: Any, to: str, names: Mapping[str, str]) -> Any:
     name = str(value).rpartition(".")[2].lower()
+    if name in BASELINES:
+        imported.made["algorithm.baseline"] = True
     return imported.flow if name in names else Decide(f"no recipe is called {name}; see `braid list recipes`")
 
 
@@ -89,14 +93,19 @@ def coefficient_of_kl(imported: Imported, in_loss: Any, in_reward: Any, estimato
     advice, value = None, 0.0
     if imported.flow not in ("grpo", *HAVE_KL_IN_REWARD):
         return Decide(f"{imported.flow} has no KL term; grpo has") if in_loss or in_reward else None
-    if in_loss and imported.flow == "grpo":
+    takes_loss = imported.flow == "grpo" or imported.made.get("algorithm.baseline", False)
+    if in_loss and takes_loss:
         value = in_loss
-    elif in_reward and imported.flow in HAVE_KL_IN_REWARD:
+    elif in_reward and not takes_loss:
         value = in_reward
     elif in_loss or in_reward:
-        where = "in the reward" if imported.flow in HAVE_KL_IN_REWARD else "in the loss"
+        where = "in the loss" if takes_loss else "in the reward"
         advice = Decide(f"{imported.flow} has its KL term {where}")
     imported.made["algorithm.kl_coef"] = float(value)
+    if imported.made.get("algorithm.baseline"):
+        imported.together.append("algorithm.kl_coef")
+        estimator = None if estimator == "k2" else estimator  # its own
+        return advice or (Decide("the recipe with a baseline has the estimator k2") if value and estimator else None)
     if value and estimator is not None:
         known_estimator = ESTIMATORS.get(str(estimator).rstrip("+"))
         if known_estimator is None:
@@ -289,7 +298,7 @@ def correction(imported: Imported, value: Any, to: str, cap: str, mode: str = ""
     """
     if value in (None, False, "null"):
         return None
-    kind = str(imported.get(mode, default="token") if mode else value)
+    kind = "icepop" if imported.get("use_icepop") else str(imported.get(mode, default="token") if mode else value)
     if kind not in CORRECTIONS:
         return Decide(f"no correction is like {kind}; see `braid list corrections`")
     name, level = CORRECTIONS[kind]
@@ -339,8 +348,10 @@ def named_sets(imported: Imported, value: Any, to: str) -> Any:
 def of_source(imported: Imported, value: Any, to: str) -> Any:
     """Set a key of every source of `data.train` and `data.eval`."""
     name = to.rpartition(".")[2]
-    if value in (*UNSET, None) or (name == "prompt_field" and value == "prompt"):
+    if value in (*UNSET, None):
         return None
+    if name == "prompt_field" and value == "prompt":
+        return imported.together.append("data.train")  # Braid's own name
 
     def with_key(entry: Any) -> Any:
         return {**(entry if isinstance(entry, dict) else {"path": entry}), name: value}
@@ -479,8 +490,11 @@ def served(imported: Imported, value: Any, to: str) -> Any:
 REWARDS = {
     "accuracy_reward": "math",
     "reasoning_accuracy_reward": "math",
+    "accuracy": "math",
     "think_format_reward": {"name": "format", "params": {"pattern": "(?s)<think>(?!.*<think>).*</think>.*"}},
+    "format": {"name": "format", "params": {"pattern": r"<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>"}},
 }
+"""Verifiers by the names of TRL's reward functions, and of open-r1's."""
 
 
 def reward_functions(imported: Imported, value: Any, to: str) -> Any:
@@ -495,7 +509,11 @@ def reward_functions(imported: Imported, value: Any, to: str) -> Any:
                 f"{function}(completions, ...) becomes {function}(response, answer, metadata)"
             )
         if verifier is None and "." not in str(name):
-            return Decide("a function of yours is file.py:function, called with response, answer and metadata")
+            imported.advice["reward_funcs"] = (
+                f"{name} is not written: a function of yours is file.py:function, called with response, answer and "
+                "metadata; a penalty for length is algorithm.overlong_cache of flow=dapo"
+            )
+            continue
         if verifier is None:
             module, _, function = str(name).rpartition(".")
             verifier = f"{module}:{function}"
@@ -504,7 +522,33 @@ def reward_functions(imported: Imported, value: Any, to: str) -> Any:
             )
         entry = verifier if isinstance(verifier, dict) else {"name": verifier}
         verifiers.append({**entry, "weight": float(weights[number])} if number < len(weights) else entry)
+    if not verifiers:
+        return None
     return verifiers[0]["name"] if len(verifiers) == 1 and len(verifiers[0]) == 1 else verifiers
+
+
+def mixture(imported: Imported, value: Any, to: str) -> Any:
+    """Return the sources of TRL's `datasets`, or of the `dataset_mixture` of its recipes."""
+    listed: Any = value["datasets"] if isinstance(value, dict) else value
+    sources, lost = [], set[str]()
+    for entry in listed if isinstance(listed, list) else [listed]:
+        source = {MIXED.get(key, key): part for key, part in entry.items() if part is not None}
+        lost |= source.keys() - {"path", "subset", "split", "weight"}
+        sources.append({key: part for key, part in source.items() if key not in lost})
+    if isinstance(value, dict):
+        lost |= value.keys() - {"datasets", "seed"}
+    if "weight" in lost | {key for source in sources for key in source}:
+        imported.advice[imported.key] = "the sources are written; a weight is a share of the draws, and not of the rows"
+    if lost:
+        imported.advice[imported.key] = (
+            f"the sources are written without {', '.join(sorted(lost))}; data.held_out counts rows for evaluation, and "
+            "columns that nothing reads do no harm"
+        )
+    return sources
+
+
+MIXED = {"id": "path", "name": "subset", "config": "subset"}
+"""Braid's keys of a source by those of a mixture."""
 
 
 def reward_model(imported: Imported, value: Any, to: str) -> Any:
@@ -532,8 +576,8 @@ def rows_in(imported: Imported, path: Any) -> int | None:
 
 
 def epochs(imported: Imported, value: Any, to: str) -> Any:
-    """Return the steps of some passes over the data, if its files are here to be counted."""
-    named = imported.get("trainer.total_training_steps", "num_rollout", "max_steps")
+    """Return the steps of some passes over the data, where its files are here to be counted."""
+    named = imported.get("trainer.total_training_steps", "num_rollout", "max_steps", "total_train_steps")
     if named is not None:
         return None
     train = imported.made.get("data.train")
@@ -633,19 +677,173 @@ def score(imported: Imported, value: Any, to: str) -> Any:
     return str(value).split(",")[0]
 
 
+# AReaL.
+
+
+def areal_kl(imported: Imported, value: Any, to: str) -> Any:
+    return coefficient_of_kl(
+        imported, 0, imported.get("actor.kl_ctl", default=0.1), imported.get("actor.kl_estimator", default="k1")
+    )
+
+
+def group_norm(imported: Imported, value: Any, to: str) -> Any:
+    """Set whether advantages are divided by the deviation of their group, which GRPO's are."""
+    if value not in ("group", None):
+        return Decide(f"rewards over the {value}: a stage advantage.whiten")
+    has_deviation = imported.get("actor.reward_norm.std_level") == "group"
+    if imported.flow == "grpo" and not has_deviation:
+        imported.made["algorithm.normalise"] = False
+    return imported.together.append("flow")
+
+
+def behaviour_cap(imported: Imported, value: Any, to: str) -> Any:
+    """Return weights that leave out tokens whose weight is beyond a cap."""
+    return {"name": "masked", "low": 0.0, "high": float(value)} if imported.get("actor.use_decoupled_loss") else None
+
+
+def areal_minibatches(imported: Imported, value: Any, to: str) -> int:
+    rows = imported.number("train_dataset.batch_size") * imported.number("gconfig.n_samples")
+    return max(1, rows // int(value))
+
+
+def areal_lora(imported: Imported, value: Any, to: str) -> Any:
+    if not imported.get("actor.use_lora"):
+        return None
+    targets = imported.get("actor.target_modules")
+    settings = {
+        "rank": imported.number("actor.lora_rank", default=32),
+        "alpha": float(imported.number("actor.lora_alpha", default=16)),
+    }
+    return {**settings, "targets": targets} if isinstance(targets, list) and targets else settings
+
+
+ALLOCATED = re.compile(r"(?:(\w+)[:.])?((?:[a-z]+\d+)+)")
+AXES = {"t": "tensor", "p": "pipeline", "c": "context", "s": "context"}
+
+
+def allocation(imported: Imported, value: Any, to: str) -> Any:
+    """Set engines and the trainer's layout by AReaL's form of them, as in `sglang:d4t2+fsdp:d8`."""
+    parts = [ALLOCATED.fullmatch(part) for part in str(value).split("+")]
+    if None in parts:
+        return Decide(f"trainer.layout and rollout.engine: {value} has parts of another form")
+    sizes = [{axis: int(n) for axis, n in re.findall(r"([a-z]+)(\d+)", part[2])} for part in parts if part]
+    names = [str(part[1] or "") for part in parts if part]
+    is_engine = imported.key == "rollout.backend"
+    if (imported.key == "allocation_mode" and len(parts) > 1) or is_engine:
+        if names[0] == "vllm":
+            imported.made["rollout.engine"] = "vllm"
+        elif names[0] == "sglang":
+            imported.advice[imported.key] = (
+                "the layout is written; SGLang is a server: rollout.engine=http, rollout.servers={urls: [...], "
+                "dialect: sglang}"
+            )
+        if sizes[0].get("t", 1) > 1:
+            imported.made["rollout.tensor"] = sizes[0]["t"]
+        imported.together.append(to)
+    if not is_engine:
+        imported.together.append(to)
+        layout = {AXES[axis]: n for axis, n in sizes[-1].items() if axis in AXES and n > 1}
+        workers_of_trainer = math.prod(n for axis, n in sizes[-1].items() if axis != "e")
+        imported.made["workers"] = workers_of_trainer
+        if workers_of_trainer > 1:
+            imported.made.setdefault("runtime", "distributed")
+            imported.made["trainer.layout"] = layout | ({"shard": "full"} if names[-1] in ("", "fsdp") else {})
+    return None
+
+
+def offpolicyness(imported: Imported, value: Any, to: str) -> Any:
+    """Return the staleness of asynchronous runs; 0 is synchronous."""
+    if int(value):
+        imported.made["runtime"] = "streaming"
+    return int(value) or None
+
+
+def areal_wandb(imported: Imported, value: Any, to: str) -> Any:
+    return trackers(imported, "wandb", to) if value not in (False, "disabled") else None
+
+
+def finish_areal(imported: Imported) -> None:
+    loss_alone(imported)
+    if imported.flow != "sft" and "reward.verify" not in imported.made:
+        imported.made["reward.verify"] = "math"
+        imported.advice["reward.verify"] = (
+            "`math` is written, as AReaL's examples have it; its scripts name the reward: file.py:function, called "
+            "with response and answer"
+        )
+
+
+# prime-rl.
+
+
+def prime_batch(imported: Imported, value: Any, to: str) -> int:
+    samples = imported.number("orchestrator.group_size")
+    return max(1, int(value) // samples)
+
+
+def prime_lora(imported: Imported, value: Any, to: str) -> Any:
+    targets = imported.get("trainer.model.lora.target_modules")
+    settings = {
+        "rank": imported.number("trainer.model.lora.rank", default=16),
+        "alpha": float(imported.get("trainer.model.lora.alpha", default=32)),
+    }
+    return {**settings, "targets": targets} if isinstance(targets, list) else settings
+
+
+def environment(imported: Imported, value: Any, to: str) -> Any:
+    """Return the environment of verifiers that plays a taskset."""
+    return {"name": f"verifiers:{str(value).rpartition('/')[2]}", "params": {}}
+
+
+def environment_argument(imported: Imported, value: Any, to: str) -> None:
+    """Add one of the taskset's settings to its parameters."""
+    imported.together.append(to)
+    if isinstance(made := imported.made.get(to), dict):
+        section = "args" if ".args." in imported.key else "taskset"
+        *sections, name = imported.key.rpartition(f".{section}.")[2].split(".")
+        parameters = made["params"]
+        for part in sections:
+            parameters = parameters.setdefault(part, {})
+        parameters[name] = value
+
+
+def async_level(imported: Imported, value: Any, to: str) -> Any:
+    return offpolicyness(imported, value, to)
+
+
+def finish_prime(imported: Imported) -> None:
+    if imported.flow == "sft":
+        return
+    imported.made.setdefault("algorithm.kl_coef", 0.0)
+    imported.made.setdefault("algorithm.normalise", False)
+    if "runtime" not in imported.made and "max_async_level" not in imported.given:
+        imported.advice["runtime"] = (
+            "prime-rl generates ahead of training by default: runtime=streaming and trainer.max_staleness=1"
+        )
+    if "rollout.environment" in imported.made:
+        others = [key for key in imported.given if re.search(r"env\.[1-9]\d*\.(?:taskset\.)?id$", key)]
+        imported.advice |= dict.fromkeys(
+            others, "a run has one environment, and this is another one: write one that mixes both, or run it alone"
+        )
+        imported.advice["data.train"] = (
+            "a file with as many lines as the taskset has tasks; verifiers' environment brings its own questions"
+        )
+
+
 # Devices.
 
 
 def devices(imported: Imported) -> int:
     """Return the number of devices that train."""
-    per_node = imported.number("trainer.n_gpus_per_node", "actor_num_gpus_per_node", default=8)
-    return per_node * imported.number("trainer.nnodes", "actor_num_nodes")
+    per_node = imported.number(
+        "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "cluster.n_gpus_per_node", default=8
+    )
+    return per_node * imported.number("trainer.nnodes", "actor_num_nodes", "cluster.n_nodes")
 
 
 def workers(imported: Imported, value: Any, to: str) -> Any:
     count = devices(imported)
-    if count == 1:
-        return None
+    if count == 1 or "workers" in imported.made:  # AReaL's allocation goes before its devices
+        return imported.together.append(to) if count > 1 else None
     imported.made.setdefault("runtime", "hybrid")
     return count
 
@@ -706,8 +904,11 @@ def vllm(imported: Imported, value: Any, to: str) -> Any:
         imported.get(f"{ROLLOUT}.name") == "vllm"
         or imported.get("use_vllm")
         or imported.number("vllm_num_engines", default=0)
+        or imported.made.get("rollout.engine") == "vllm"
     )
-    return value if is_used and (to, value) not in ONE else None
+    if is_used and (to, value) in ONE:
+        return imported.together.append(to)
+    return value if is_used else None
 
 
 def trackers(imported: Imported, value: Any, to: str) -> Any:
@@ -726,7 +927,10 @@ def tool_format(imported: Imported, value: Any, to: str) -> Any:
     return value if imported.get(f"{ROLLOUT}.multi_turn.enable") and value in TOOL_FORMATS else None
 
 
+BASELINES = ("reinforce_baseline", "reinforce_plus_plus_baseline")
+"""Names of REINFORCE++ with the mean reward of a prompt's samples as its baseline."""
 VERL_FLOWS = {
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus",
     "grpo": "grpo",
     "gae": "ppo",
     "rloo": "rloo",
@@ -735,6 +939,7 @@ VERL_FLOWS = {
     "grpo_passk": "grpo",
 }
 SLIME_FLOWS = {
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus",
     "grpo": "grpo",
     "gspo": "gspo",
     "cispo": "cispo",
@@ -742,6 +947,7 @@ SLIME_FLOWS = {
     "reinforce_plus_plus": "reinforce_plus_plus",
 }
 OPENRLHF_FLOWS = {
+    "reinforce_baseline": "reinforce_plus_plus",
     "gae": "ppo",
     "reinforce": "reinforce_plus_plus",
     "rloo": "rloo",
@@ -762,6 +968,23 @@ RULES: dict[str, Rule] = {
     "init_kwargs": lambda imported, value, to: value.get("dtype", value.get("torch_dtype")) or None,
     "clip": partial(clip, both=f"{ACTOR}.clip_ratio", low=f"{ACTOR}.clip_ratio_low", high=f"{ACTOR}.clip_ratio_high"),
     "slime_clip": partial(clip, both="eps_clip", low="eps_clip_low", high="eps_clip_high"),
+    "areal_clip": partial(clip, both="actor.eps_clip", low="actor.eps_clip", high="actor.eps_clip_higher"),
+    "areal_kl": areal_kl,
+    "areal_lora": areal_lora,
+    "areal_minibatches": areal_minibatches,
+    "areal_wandb": areal_wandb,
+    "allocation": allocation,
+    "behaviour_cap": behaviour_cap,
+    "group_norm": group_norm,
+    "offpolicyness": offpolicyness,
+    "prime_batch": prime_batch,
+    "prime_lora": prime_lora,
+    "environment": environment,
+    "environment_argument": environment_argument,
+    "async_level": async_level,
+    "at_least_one": lambda imported, value, to: len(value) if isinstance(value, list) else max(1, int(value)),
+    "top_k": lambda imported, value, to: int(value) if 0 < int(value) < 10**6 else None,
+    "other_model": lambda imported, value, to: value if value != imported.made.get("model") else None,
     "trl_clip": partial(clip, both="epsilon", low="epsilon", high="epsilon_high"),
     "pair": lambda imported, value, to: imported.made.update(
         {"algorithm.clip_low": float(value[0]), "algorithm.clip_high": float(value[1])}
@@ -780,6 +1003,7 @@ RULES: dict[str, Rule] = {
     "openrlhf_correction": partial(correction, cap="vllm_is_truncated_threshold", mode="vllm_is_correction_type"),
     "trl_correction": trl_correction,
     "paths": paths,
+    "mixture": mixture,
     "eval_sets": eval_sets,
     "named_sets": named_sets,
     "of_source": of_source,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,7 +22,12 @@ from braidrl.errors import UserError
 from braidrl.parsing import flat, parse_yaml, read_text
 
 ASSIGNED = re.compile(r"^(\w+)(\+?)=", re.DOTALL)
-ARRAY = re.compile(r"^[ \t]*(?:export |declare -a |local )?(\w+)(\+?)=\(([^()]*(?:\([^()]*\)[^()]*)*)\)", re.MULTILINE)
+ARRAY = re.compile(
+    r"(?:^|;|(&&|\|\|)|\b(?:then|do|else)\b)[ \t]*(?:(?:export|local|readonly|typeset|declare)(?:[ \t]+-\w+)*[ \t]+)*"
+    r"(\w+)(\+?)=\(",
+    re.MULTILINE,
+)
+"""The beginning of an array; `&&` or `||` before it is a condition."""
 ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
 WHOLE_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
@@ -235,6 +240,54 @@ def simple_commands(line: str) -> Iterator[str]:
     yield kept
 
 
+class Array(NamedTuple):
+    """An assignment of an array in a script."""
+
+    name: str
+    adds: bool
+    is_conditional: bool
+    body: str
+    start: int
+    end: int
+
+
+def arrays_in(text: str) -> Iterator[Array]:
+    """Yield the arrays that a script assigns, which may span lines and hold comments, quotes and sums."""
+    begin = 0
+    while match := ARRAY.search(text, begin):
+        begin = match.end()
+        line = text[text.rfind("\n", 0, match.start(2)) + 1 : match.start(2)]
+        end = None if line.lstrip().startswith("#") else end_of_array(text, match.end())
+        if end is not None:
+            starts = match.start() + (len(match[1]) if match[1] else 0)
+            starts += not match[1] and text[starts] == ";"
+            yield Array(match[2], bool(match[3]), bool(match[1]), text[match.end() : end], starts, end + 1)
+            begin = end + 1
+
+
+def end_of_array(text: str, at: int) -> int | None:
+    """Return the position of the parenthesis that closes an array; None without one."""
+    depth, quote = 1, ""
+    while at < len(text):
+        char = text[at]
+        if char == "\\" and quote != "'":
+            at += 1
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "#" and text[at - 1] in " \t\n(":
+            at = text.find("\n", at)
+            if at < 0:
+                return None
+        else:
+            depth += {"(": 1, ")": -1}.get(char, 0)
+            if not depth:
+                return at
+        at += 1
+    return None
+
+
 def read_commands(path: Path, conditional: bool = True) -> list[list[str]]:
     """Return the words of each command of a script, with its variables expanded, as if every `if` and loop were run;
     without `conditional`, no variable is set there.
@@ -242,16 +295,16 @@ def read_commands(path: Path, conditional: bool = True) -> list[list[str]]:
     shell, commands, depth = Shell(), list[list[str]](), 0
     text = read_text(path)
     rest, begin = "", 0
-    # Arrays may span lines and hold comments. They are replaced by a line that assigns them, in their order.
-    arrays = {f"__array__{number}": match for number, match in enumerate(ARRAY.finditer(text))}
-    for name, match in arrays.items():
-        rest += f"{text[begin : match.start()]}\n{name} "
-        begin = match.end()
+    # Arrays are replaced by a line that assigns them, in their order.
+    arrays = {f"__array__{number}": array for number, array in enumerate(arrays_in(text))}
+    for name, array in arrays.items():
+        rest += f"{text[begin : array.start]}\n{name} "
+        begin = array.end
     for command in (part for line in script_lines(rest + text[begin:]) for part in simple_commands(line)):
         first, *_ = command.split(maxsplit=1) or [""]
         depth += (first in OPENING) - (first in CLOSING)
         if first in arrays:
-            if conditional or not depth:
+            if conditional or not (depth or arrays[first].is_conditional):
                 assign_array(shell, arrays[first])
             continue
         # An unreadable line may be irrelevant.
@@ -268,10 +321,9 @@ def read_commands(path: Path, conditional: bool = True) -> list[list[str]]:
     return commands
 
 
-def assign_array(shell: Shell, match: re.Match[str]) -> None:
-    body = "\n".join(part for part in match[3].splitlines() if not part.lstrip().startswith("#"))
-    words = shell.words(body.replace("\\\n", " ").replace("\n", " "))
-    shell.arrays[match[1]] = (shell.arrays.get(match[1], []) if match[2] else []) + words
+def assign_array(shell: Shell, array: Array) -> None:
+    words = shell.words(array.body.replace("\\\n", " "))
+    shell.arrays[array.name] = (shell.arrays.get(array.name, []) if array.adds else []) + words
 
 
 TRAINER = re.compile(r"(?:^|\.)(?:GRPO|RLOO|DPO|SFT|Reward)(Trainer|Config)$")
