@@ -34,6 +34,27 @@ class Problems(UserError):
     """Several user errors, one per line."""
 
 
+class CollectedErrors:
+    """Runs checks and collects their user errors, so that one error does not hide the next."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, check: Callable[[], Any]) -> Any:
+        """Return the result of a check, or None if it raises UserError."""
+        try:
+            return check()
+        except UserError as error:
+            self.lines.extend(line for line in str(error).splitlines() if line not in self.lines)
+            return None
+
+    def raise_any(self) -> None:
+        """Raise Problems with a line for each error, and a last line with their number if there are several."""
+        verdict = f"verdict: {len(self.lines)} things to change before this can run"
+        if self.lines:
+            raise Problems("\n".join([*self.lines, verdict] if len(self.lines) > 1 else self.lines))
+
+
 class FailedStep(UserError):
     """Too many verifications or trajectories of a step failed; the step is complete and saved.
 

@@ -28,7 +28,7 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.runtimes.run import StepMetrics, TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
 from braidrl.runtimes.step_metrics import GapWatch
-from braidrl.training.loading import load_tokenizer
+from braidrl.training.pretrained import load_tokenizer
 
 SIZES = (8, 64, 512, 1024, 4096)
 GROUPS, SAMPLES, LINES = 2, 4, 64

@@ -11,7 +11,8 @@ import torch
 from benchmarks.turns import Turn
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
-from braidrl.training.loading import load_decoder, load_tokenizer
+from braidrl.training.loading import load_decoder
+from braidrl.training.pretrained import load_tokenizer
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

@@ -23,7 +23,7 @@ from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import EngineRow, Response
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.flow import Flow, actor, advantage, loss, select
-from braidrl.training.loading import load_tokenizer
+from braidrl.training.pretrained import load_tokenizer
 from braidrl.weights.publisher import WeightSource
 from tests.plan.durations import long_tailed
 

@@ -9,10 +9,8 @@ An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from
 advantage 0, such as trajectories whose environment failed.
 """
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.registry import Needs, advantages, selections
+from braidrl.deferred import Tensor, torch
 
 
 class Groups:

@@ -8,10 +8,8 @@ An aggregation registers its denominator: `tokens` (action tokens), `rows` or `g
 masking. Weights are exact, in float64; cast them to the loss's dtype.
 """
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.registry import Needs, aggregations
+from braidrl.deferred import Tensor, torch
 
 Metrics = dict[str, Tensor]
 """Metrics by name: a value per token or row, of which the mean is reported."""

@@ -7,11 +7,10 @@ geometric mean.
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from braidrl.algorithms.aggregation import Metrics
 from braidrl.algorithms.kl import Level, ratio_at
 from braidrl.algorithms.registry import Needs, corrections
+from braidrl.deferred import Tensor
 
 LEVELS = ("token", "sequence", "geometric")
 BAND = Needs({"low": (0, 1), "high": (1, 1e6)}, {"level": LEVELS})

@@ -8,13 +8,11 @@ update from sums alone. The result does not depend on how the batch is split or 
 
 import math
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.kl import estimate, ratio
 from braidrl.algorithms.policy_losses import CLIP, Metrics, clipped_surrogate, kl_metrics
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, losses, shapes
+from braidrl.deferred import Tensor, torch
 
 # Logarithmic bins between the smallest and the largest covariance: neighbouring bins differ by 0.3%.
 SMALLEST, LARGEST, BINS = 1e-6, 1e4, 8192

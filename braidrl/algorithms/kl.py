@@ -8,11 +8,9 @@ divergence itself.
 from collections.abc import Callable
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import divergences
+from braidrl.deferred import Tensor, torch
 
 Level = Literal["token", "sequence", "geometric"]
 # e^20 is above every clip and cap, and far below overflow. Without this limit an infinite ratio times a zero advantage

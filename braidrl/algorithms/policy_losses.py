@@ -7,12 +7,10 @@ maximum.
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.aggregation import Metrics
 from braidrl.algorithms.kl import LOG_RATIO_LIMIT, ratio
 from braidrl.algorithms.registry import Needs, losses
+from braidrl.deferred import Tensor, torch
 
 CLIP = Needs({"low": (0, 1), "high": (0, 1e6), "dual": (1, 1e6)})
 

@@ -3,10 +3,8 @@
 import re
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.advantages import Groups, subset_share
+from braidrl.deferred import Tensor, torch
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:

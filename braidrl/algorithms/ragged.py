@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.registry import responses
+from braidrl.deferred import Tensor, torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +36,7 @@ class Ragged:
         return Ragged(values, offsets_of(lengths))
 
     @staticmethod
-    def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: torch.dtype) -> "Ragged":
+    def from_rows(rows: Sequence[Tensor | Sequence[float]], dtype: "torch.dtype") -> "Ragged":
         """Make one row of each tensor (T, ...) or list; the values have this dtype also without rows."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)

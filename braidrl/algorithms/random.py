@@ -9,8 +9,7 @@ The arithmetic is wrapping int64 and exact conversions only, so that CPU and CUD
 import hashlib
 from functools import cache
 
-import torch
-from torch import Tensor
+from braidrl.deferred import Tensor, torch
 
 Key = int | str | Tensor
 

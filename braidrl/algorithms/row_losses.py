@@ -7,15 +7,12 @@ compares them; any other group raises ValueError. Metrics are averaged over rows
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.kl import LOG_RATIO_LIMIT
 from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, losses
+from braidrl.deferred import Tensor, torch
 
 # The ratio is already a mean over the row; another aggregation would weight the row by its length again.
 ROWS = ("seq-mean-token-mean",)
@@ -82,7 +79,7 @@ def pair_loss(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor, Me
         raise ValueError("a preference pair has two samples, there are groups with more")
     margin = groups.sums(torch.where(chosen, scores, -scores))[groups.index]
     shown = scores.detach()
-    return -logsigmoid(margin), {
+    return -torch.nn.functional.logsigmoid(margin), {
         "accuracy": (margin.detach() > 0).to(shown.dtype),
         "margin": margin.detach(),
         # The mean over rows halves this: a pair has two rows, and one of them has 0 here.

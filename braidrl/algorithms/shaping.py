@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, shapes
 from braidrl.algorithms.token_advantages import at_row_end, sums_to_go
+from braidrl.deferred import Tensor, torch
 
 KL = Needs({"coef": (0, 1e6)}, {"estimator": divergences})
 

@@ -4,11 +4,9 @@ GAE's recursion runs over a row's action tokens in order, across its sequences. 
 sampled and are skipped: δ_t compares an action token with the row's next one.
 """
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, advantages
+from braidrl.deferred import Tensor, torch
 
 DISCOUNTS = Needs({"gamma": (0, 1), "lam": (0, 1)})
 

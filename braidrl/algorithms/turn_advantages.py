@@ -12,13 +12,11 @@ of turns l ≥ k, pays −E[r_{·,l}] for each further turn. Therefore means are
 turn that a row did not reach counts with reward 0, in the mean and in the row (verl-project/verl#7244).
 """
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.advantages import Groups, centered
 from braidrl.algorithms.ragged import Ragged, offsets_of
 from braidrl.algorithms.registry import Needs, advantages
 from braidrl.algorithms.token_advantages import DISCOUNTS, at_row_end, is_row_end, sums_to_go
+from braidrl.deferred import Tensor, torch
 
 DISCOUNTED = Needs({"gamma": (-1, 1)}, group_size=2)
 

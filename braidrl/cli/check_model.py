@@ -7,16 +7,14 @@ REFUSED pipeline ranks equal one                  its layers take the ids of the
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig
 
 from braidrl.engines.vllm_proof import vllm_finding
-from braidrl.errors import UserError, first_line
+from braidrl.errors import first_line
 from braidrl.training.acceptance import OPTIONAL, all_findings, layout_findings
 from braidrl.training.decoders.image_proof import seeing_finding
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, proof_device, quietly, unexercised
-from braidrl.training.loading import check_model, read_model_config
+from braidrl.training.loading import check_model
+from braidrl.training.pretrained import config_of
 
 WIDTH = 52
 
@@ -57,17 +55,6 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
         check_model(model)
         say(f"ok      {'the headers of its weight files':{WIDTH}}")
     return all(finding.holds or finding.name in OPTIONAL for finding in findings)
-
-
-def config_of(model: str) -> Any:
-    """Read the configuration of a directory, a file, or a hub id. Raises UserError."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return read_model_config(path)
-    try:
-        return AutoConfig.from_pretrained(path if path.is_file() else model, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise UserError(f"braid check {model}: no folder, config.json or kept model: {first_line(error)}") from error
 
 
 def line(finding: Finding) -> str:

@@ -20,7 +20,16 @@ import typer
 
 from braidrl import __version__
 from braidrl.cluster.process import sleep_at_barriers
-from braidrl.errors import FailedStep, Problems, UserError, WorkerError, limit_reached, no_room, printable
+from braidrl.errors import (
+    CollectedErrors,
+    FailedStep,
+    Problems,
+    UserError,
+    WorkerError,
+    limit_reached,
+    no_room,
+    printable,
+)
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
 EXIT_FAILURE, EXIT_USER_ERROR = 1, 2
@@ -88,6 +97,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a flow. The first line of output is the run folder."""
+    from braidrl.cluster.device_kinds import read_cluster
     from braidrl.config import load_config
 
     file, changed = split(settings)
@@ -103,15 +113,20 @@ def train(
         from braidrl.runtimes.saving.folders import run_config
 
         config = run_config(resume, changed)
+    from braidrl.runtimes.prepare.first_checks import check_first
+
     if dry:
+        if devices is not None:
+            read_cluster(devices)
+        errors = CollectedErrors()
+        check_first(config, check=errors)
+        errors.raise_any()
         from braidrl.cli.dry_run import dry_run
 
         dry_run(config, devices=devices)
         return
-    from braidrl.config.paths import check_paths
-
     if resume is None:
-        check_paths(config, trained=replay is None)
+        check_first(config, trained=replay is None)
     from braidrl.runtimes.run import train as run_training
     from braidrl.runtimes.start import start_fork_server
 
@@ -125,16 +140,16 @@ def evaluate(settings: Settings = None) -> None:
     responses.
     """
     from braidrl.config import load_config
-    from braidrl.config.paths import check_paths
     from braidrl.config.reading import given_keys
+    from braidrl.runtimes.prepare.first_checks import check_first
 
     # The training flow is irrelevant: a policy generates and is verified, a model with a score head scores pairs.
     file, changed = split(settings)
     config = load_config(file, changed, flow="grpo")
-    check_paths(config, trained=False)
+    check_first(config, trained=False)
     from braidrl.runtimes.evaluation import evaluate_model
     from braidrl.runtimes.start import start_fork_server
-    from braidrl.training.loading import has_score_head
+    from braidrl.training.model_settings import has_score_head
 
     if "flow" not in given_keys(file, changed) and has_score_head(config.model):
         config = load_config(file, changed, flow="reward_model")
@@ -182,10 +197,10 @@ def data(settings: Settings = None) -> None:
     reasons.
     """
     from braidrl.config import load_config
-    from braidrl.config.paths import check_paths
+    from braidrl.runtimes.prepare.first_checks import check_first
 
     config = load_config(*split(settings), flow="grpo")
-    check_paths(config)
+    check_first(config)
     from braidrl.cli.show_data import show_data
 
     show_data(config)
@@ -238,6 +253,9 @@ def check(
 
     if not Path(model).expanduser().exists() and not is_hub_name(Path(model)):
         raise UserError(f"braid check {model}: there is no such folder or file; give a model's folder or config.json")
+    from braidrl.training.pretrained import config_of
+
+    config_of(model)
     from braidrl.cli.check_model import check as check_model
 
     if not check_model(model, layouts, typer.echo, vllm):
@@ -258,8 +276,9 @@ def plan(
     calibrate: Annotated[list[Path] | None, typer.Option(help="A run to fit rates to, saved to --rates.")] = None,
 ) -> None:
     """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
+    from braidrl.cluster.device_kinds import read_cluster
     from braidrl.config import load_config
-    from braidrl.config.paths import check_paths
+    from braidrl.runtimes.prepare.first_checks import check_first
 
     if calibrate:
         from braidrl.cli.plan_command import calibrated
@@ -269,7 +288,8 @@ def plan(
         say(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
         return
     config = load_config(*split(settings))
-    check_paths(config, trained=False, evaluated=False)
+    read_cluster(devices)
+    check_first(config, trained=False, evaluated=False)
     from braidrl.cli.plan_command import Wanted
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.observe.progress import Terminal
@@ -369,6 +389,9 @@ def export(
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint, if evaluation.best keeps it.")] = False,
 ) -> None:
     """Copy a role's model out of a run's latest checkpoint (or a checkpoint folder) as a Hugging Face directory."""
+    from braidrl.runtimes.saving.folders import checkpoint_to_export
+
+    checkpoint_to_export(run, best)
     from braidrl.runtimes.saving.checkpoints import export_model
 
     say(export_model(run, folder, role, best))
@@ -377,12 +400,14 @@ def export(
 @checkpoint.command("check")
 def check_checkpoints(run: RunFolder) -> None:
     """Check every file of a run's checkpoints against its checksum; the exit code is 1 if one is damaged."""
-    from braidrl.runtimes.saving.checkpoints import checkpoint_damage
     from braidrl.runtimes.saving.folders import checkpoints_of
 
-    troubles = {folder: checkpoint_damage(folder) for folder in checkpoints_of(run)}
-    if not troubles:
+    folders = checkpoints_of(run)
+    if not folders:
         raise UserError(f"{run} has no checkpoint")
+    from braidrl.runtimes.saving.checkpoints import checkpoint_damage
+
+    troubles = {folder: checkpoint_damage(folder) for folder in folders}
     for folder, trouble in troubles.items():
         say(f"{folder}: {trouble or 'whole'}")
     if any(troubles.values()):

@@ -4,8 +4,7 @@ configuration ──prepare─▶ flow, data ─▶ devices and the roles on eac
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -20,18 +19,19 @@ from braidrl.cluster.devices import (
     planned_for,
 )
 from braidrl.config import Config
-from braidrl.errors import Problems, UserError
+from braidrl.errors import CollectedErrors, UserError
 from braidrl.observe.progress import Terminal
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, FREED, PANELS, Footprint, footprint, in_units, moving, peak
-from braidrl.runtimes.prepare.checks import check_names, without_effect
+from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
+from braidrl.runtimes.prepare.names import check_names
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
-from braidrl.training.loading import load_tokenizer
 from braidrl.training.memory.footprint import Shape
+from braidrl.training.pretrained import load_tokenizer
 from braidrl.training.role_settings import USUAL_TOKENS
 
 
@@ -52,16 +52,7 @@ def dry_run(
 
 def checked_and_shown(config: Config, console: Console) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Do a dry run for the requested devices."""
-    problems: list[str] = []
-
-    def noted(check: Callable[[], Any]) -> Any:
-        """Return the result of a check, or None if it raises UserError, so that one error does not hide the next."""
-        try:
-            return check()
-        except UserError as error:
-            problems.extend(line for line in str(error).splitlines() if line not in problems)
-            return None
-
+    noted = CollectedErrors()
     noted(lambda: check_output(config))
     fetched = noted(lambda: with_fetched(config))
     config = fetched or config
@@ -78,10 +69,7 @@ def checked_and_shown(config: Config, console: Console) -> list[tuple[DeviceGrou
         noted(lambda: check_files(config, train=True))
     else:
         noted(lambda: check_runtime(prepared.deployment, generates=True, trains=True, planned=True))
-    if len(problems) > 1:
-        problems.append(f"verdict: {len(problems)} things to change before this can run")
-    if problems:
-        raise Problems("\n".join(problems))
+    noted.raise_any()
     prepared, chosen = with_fitting_sizes(prepared, device_memory(config.device))
     config = prepared.config
     check_engine_memory(prepared)

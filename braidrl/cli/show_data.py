@@ -19,7 +19,7 @@ from braidrl.observe.progress import Terminal
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, with_data
-from braidrl.training.loading import load_tokenizer
+from braidrl.training.pretrained import load_tokenizer
 
 PERCENTILES = (0, 25, 50, 75, 90, 99, 100)
 BARS = " ▁▂▃▄▅▆▇█"

@@ -1,8 +1,11 @@
 """The files and folders that a configuration names, checked before torch is loaded."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import call
 from pathlib import Path
+from typing import Any
 
 from braidrl.config.config import Config
 from braidrl.config.data import SourceConfig
@@ -50,20 +53,18 @@ def check_source(source: SourceConfig) -> None:
         raise UserError(f"{path} is one file, without subsets and splits; remove `subset` and `split` of this source")
 
 
-def check_paths(config: Config, trained: bool = True, evaluated: bool = True) -> None:
+def check_paths(config: Config, trained: bool = True, evaluated: bool = True, check: Callable[..., Any] = call) -> None:
     """Raise UserError for the first missing model, or for missing data that are trained or evaluated on; names of the
-    hub are not looked up.
-
-    A run checks the same again, with all that needs torch.
+    hub are not looked up. `check` runs each check.
     """
     for path in models_of(config):
         if not is_hub_name(path) and path.suffix != ".gguf":
-            model_folder(path)
+            check(partial(model_folder, path))
     texts = [config.data.ptx] if config.data.ptx is not None else []
     sources = [*([*config.data.train, *texts] if trained else ()), *(config.data.eval.values() if evaluated else ())]
     for source in sources:
         if not is_hub_name(source.path):
-            check_source(source)
+            check(partial(check_source, source))
 
 
 def models_of(config: Config) -> Iterator[Path]:

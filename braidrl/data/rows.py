@@ -13,11 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.identity import IDENTITY, FinishReason, Uid  # noqa: F401  other files import them from here
+from braidrl.deferred import Tensor, torch
 
 ROWS_SHOWN = 8
 

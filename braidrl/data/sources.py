@@ -158,11 +158,7 @@ class Reading:
         """
         source, number = self.source, 0
         end = None if source.first is None else source.skip + source.first
-        if self._is_arrow:
-            records = read_arrow(source, self.usual_split)
-        else:
-            records = read_objects(source.path, may_be_list=source.path.suffix == ".json")
-        for line, record in records:
+        for line, record in self._records():
             if number == end:
                 return
             try:
@@ -175,6 +171,20 @@ class Reading:
                 yield example
         if number <= source.skip:
             raise self.no_examples
+
+    def first_example(self) -> Example | None:
+        """Return the example of the first record; None if it is left out. Raises UserError as the iteration does."""
+        for line, record in self._records():
+            try:
+                return self._chosen(record, line)
+            except LeftOut:
+                return None
+        raise self.no_examples
+
+    def _records(self) -> Iterator[tuple[int, Record]]:
+        if self._is_arrow:
+            return read_arrow(self.source, self.usual_split)
+        return read_objects(self.source.path, may_be_list=self.source.path.suffix == ".json")
 
     @property
     def no_examples(self) -> UserError:

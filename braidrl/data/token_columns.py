@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
+from braidrl.deferred import Tensor, torch
 from braidrl.errors import UserError, suggest, users_errors
 from braidrl.importing import import_function
 
@@ -45,8 +43,8 @@ class TokenColumn:
     """
 
     name: str
-    dtype: torch.dtype | None = None
-    """None for the dtype in which the engine computes log-probs."""
+    dtype_name: str | None = None
+    """As in `int64`; None for the dtype in which the engine computes log-probs."""
     shape: tuple[int, ...] | None = ()
     """Shape of one entry; None where it depends on the model."""
     alignment: Alignment = "actions"
@@ -57,9 +55,13 @@ class TokenColumn:
     is_always_returned: bool = False
     """True for a column of every response, False for one that a stage must read."""
 
-    def empty(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the values of no tokens; `dtype` is that of the engine's log-probs."""
-        return torch.empty((0, *(self.shape or ())), dtype=self.dtype or dtype)
+    @property
+    def dtype(self) -> "torch.dtype | None":
+        return None if self.dtype_name is None else getattr(torch, self.dtype_name)
+
+    def empty(self, dtype: "torch.dtype | None" = None) -> Tensor:
+        """Return the values of no tokens; `dtype` is that of the engine's log-probs, by default float32."""
+        return torch.empty((0, *(self.shape or ())), dtype=self.dtype or dtype or torch.float32)
 
     def compute(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return the values of B drawn tokens, (B, ...), from the distributions that drew them.
@@ -92,15 +94,15 @@ token_columns: dict[str, TokenColumn] = {
     column.name: column
     for column in (
         TokenColumn(LOG_PROBS, is_always_returned=True),
-        TokenColumn(VERSIONS, torch.int64, is_always_returned=True),
-        TokenColumn(ROUTED_EXPERTS, torch.uint8, None, "tokens"),
+        TokenColumn(VERSIONS, "int64", is_always_returned=True),
+        TokenColumn(ROUTED_EXPERTS, "uint8", None, "tokens"),
     )
 }
 """The registered columns by name."""
 
 
 def token_column(
-    name: str | None = None, *, dtype: torch.dtype | None = None, shape: Sequence[int] = ()
+    name: str | None = None, *, dtype: "torch.dtype | None" = None, shape: Sequence[int] = ()
 ) -> Callable[[ColumnFunction], ColumnFunction]:
     """Return a decorator that registers a function of logits (B, V) and drawn tokens (B,) as a column, by default under
     its own name.
@@ -113,7 +115,8 @@ def token_column(
         registered = token_columns.get(title)
         if registered is not None and getattr(registered.function, "__module__", None) != function.__module__:
             raise ValueError(f"a column {title!r} is registered already; choose another name")
-        token_columns[title] = TokenColumn(title, dtype, tuple(shape), function=function)
+        dtype_name = None if dtype is None else str(dtype).removeprefix("torch.")
+        token_columns[title] = TokenColumn(title, dtype_name, tuple(shape), function=function)
         return function
 
     return add

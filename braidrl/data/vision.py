@@ -8,12 +8,11 @@ Rows keep spans: which image, and where its tokens are. Sampled tokens are never
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from braidrl.data.images import KNOWN, BrokenImage, ImageStore
+from braidrl.deferred import Tensor, torch
 from braidrl.errors import UserError, first_line
 
 
@@ -31,6 +30,11 @@ PROCESSOR_FILES = (*IMAGE_PROCESSORS, "video_preprocessor_config.json")
 GRID = "image_grid_thw"
 Expansion = Callable[["Vision", str], list[int]]
 """Returns the ids that stand for an image, given its name."""
+
+
+def has_image_processor(folder: Path) -> bool:
+    """Return False for a model's folder without an image processor: the model sees no images."""
+    return any((folder.expanduser() / name).is_file() for name in IMAGE_PROCESSORS)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from braidrl.flow.flow import policies_of
 from braidrl.training.acceptance import check_plan
 from braidrl.training.backends import supported
 from braidrl.training.decoders.shrink import EXPERTS
-from braidrl.training.loading import model_settings
 from braidrl.training.parallel.experts import check_experts
+from braidrl.training.pretrained import model_settings
 from braidrl.training.role_settings import inference_layouts, settings_of
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import TRANSPORTS

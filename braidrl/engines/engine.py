@@ -9,15 +9,16 @@ abort  ──▶ the same response immediately, with the tokens drawn so far
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import nn
-
-from braidrl.cluster.process_groups import interface_of
 from braidrl.data.rows import Uid
 from braidrl.engines.requests import Request, Response
 from braidrl.importing import PluginRegistry
-from braidrl.weights.publisher import WeightSource
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from braidrl.weights.publisher import WeightSource
 
 T = TypeVar("T")
 ENGINES = PluginRegistry(
@@ -170,6 +171,8 @@ class EngineSpec:
             return {}
         variables = dict(OF_VLLM)
         if self.part is not None:
+            from braidrl.cluster.process_groups import interface_of  # it needs torch
+
             variables |= {"VLLM_HOST_IP": self.part.address, "GLOO_SOCKET_IFNAME": interface_of(self.part.address)}
         variables = {name: value for name, value in variables.items() if value and name not in os.environ}
         # On the CPU vLLM computes eagerly, but would still compile small parts of its sampling with a C++ compiler.
@@ -203,7 +206,7 @@ class ServedEngine(Engine, Protocol):
         Raises UserError for a wrong configuration, EngineError if it fails.
         """
 
-    async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+    async def update_weights(self, version: int, source: "WeightSource | None" = None) -> None:
         """Use the weights of `source` from the next row on; None means that the engine's tensors already have this
         version.
 
@@ -231,7 +234,7 @@ class ServedEngine(Engine, Protocol):
 class EngineMemory:
     """The memory of an engine on the trainer's device."""
 
-    model: nn.Module
+    model: "nn.Module"
     """The model that decodes; the trainer's module if shared."""
     cache_bytes: int
     """Bytes that are freed while it does not generate: keys and values of all its slots, and packed weights."""

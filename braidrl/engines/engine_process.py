@@ -39,7 +39,8 @@ from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.stalls import WORK
 from braidrl.training.decoders.images import ModelImages, images_of
-from braidrl.training.loading import load_decoder, load_tokenizer, load_vision
+from braidrl.training.loading import load_decoder, load_vision
+from braidrl.training.pretrained import load_tokenizer
 from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice, current_device
 from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.publisher import PolicyWeights, WeightSource

@@ -32,7 +32,7 @@ from braidrl.engines.embedded.sharded_decoding import join_generation_groups, lo
 from braidrl.engines.engine import ENGINES, EngineSpec, ServedEngine
 from braidrl.engines.engine_process import EngineProcess, engine_images
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
-from braidrl.engines.requests import SamplingParams
+from braidrl.engines.requests import training_sampling
 from braidrl.engines.routing.router import EngineService, RoleEngine
 from braidrl.engines.spanning import OneOf
 from braidrl.engines.stepping import SteppingEngine
@@ -40,10 +40,11 @@ from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.compute.rope import most_positions
 from braidrl.training.decoders.body import PACKED, plan_of_model
-from braidrl.training.loading import load_decoder, load_vision, read_model_config
+from braidrl.training.loading import load_decoder, load_vision
 from braidrl.training.lora import adapter_config, with_adapters
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.role_settings import DTYPES, settings_of, slots_of
+from braidrl.training.pretrained import read_model_config
+from braidrl.training.role_settings import dtype_named, settings_of, slots_of
 from braidrl.training.roles.copies import copy_within
 from braidrl.training.roles.worker import RoleWorker, torch_worker
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
@@ -260,7 +261,7 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
     """Return the settings of a role's engine, as plain data for its process."""
     config, engines = deployment.config, deployment.engines
     rollout, settings, longest = config.rollout, settings_of(role, config), config.max_sequence_tokens
-    path, dtype = settings.model.expanduser(), DTYPES[rollout.dtype] if rollout.dtype else settings.dtype
+    path, dtype = settings.model.expanduser(), dtype_named(rollout.dtype) if rollout.dtype else settings.dtype
     longest = min(longest, most_positions(read_model_config(path).get_text_config().to_dict()) or longest)
     processes = max(1, engines.count) * engines.ranks_per_node
     embedded = {"compile": rollout.compile, "speculation": rollout.speculation}
@@ -284,12 +285,6 @@ def engine_spec(role: str, deployment: Deployment) -> EngineSpec:
         images=config.data.images.model_dump(mode="json") if load_vision(path, config.data.images) else None,
         train_vision=settings.trains_vision,
     )
-
-
-def training_sampling(config: Config) -> SamplingParams:
-    """Return the sampling settings of the tokens to train on."""
-    rollout = config.rollout
-    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens)
 
 
 def spmd_engine(

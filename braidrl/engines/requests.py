@@ -8,18 +8,20 @@ Request ─row_of─▶ EngineRow, until an end of sequence, a stop text or its 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from braidrl.algorithms.random import hashed
+from braidrl.config import Config
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.data.token_columns import LOG_PROBS, VERSIONS, TokenColumn, column_of, token_columns
 from braidrl.data.vision import ImageSpan
+from braidrl.deferred import Tensor, torch
 from braidrl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 4
 """Tokens decoded before the span of a stop text: some decoders treat the first token of a text differently."""
@@ -68,6 +70,12 @@ class SamplingParams:
         token.
         """
         return self.temperature or 1.0
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    """Return the sampling settings of the tokens to train on."""
+    rollout = config.rollout
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +193,7 @@ class EngineRow:
     limit: int
     """Maximum number of tokens to draw."""
     stop_token_ids: tuple[int, ...] = ()
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: "PreTrainedTokenizerBase | None" = None
     """Decodes the tokens of a row with stop texts; None without any."""
     tail: list[int] = field(default_factory=list)
     """The last tokens of the response, in which a stop text may have started."""
@@ -241,7 +249,7 @@ class EngineRow:
 
 
 def row_of(
-    request: Request, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int
+    request: Request, tokenizer: "PreTrainedTokenizerBase", end_ids: tuple[int, ...], max_sequence_tokens: int
 ) -> EngineRow:
     """Make the row of a request. Raises UserError for a prompt that leaves no room for a response."""
     sampling, length = request.sampling, request.prompt.numel()

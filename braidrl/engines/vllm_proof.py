@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from braidrl.config import ImagesConfig
-from braidrl.data.vision import IMAGE_PROCESSORS, PROCESSOR_FILES, ImageSpan, Vision
+from braidrl.data.vision import PROCESSOR_FILES, ImageSpan, Vision, has_image_processor
 from braidrl.engines.engine import EngineSpec
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response, SamplingParams
@@ -27,7 +27,8 @@ from braidrl.training.decoders.image_proof import packed_logits
 from braidrl.training.decoders.images import ModelImages, images_of
 from braidrl.training.decoders.proof import BOUND, Finding, Twin, distance, packed_log_probs
 from braidrl.training.decoders.shrink import is_token
-from braidrl.training.loading import blind_because, load_tokenizer, load_vision
+from braidrl.training.loading import blind_because, load_vision
+from braidrl.training.pretrained import load_tokenizer
 from braidrl.weights.publisher import ModelWeights
 
 WIDTH = 64
@@ -52,7 +53,7 @@ def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None, model: Pat
     """Generate with vLLM, of the interpreter `python` or this one, from two versions of a twin's weights; compare
     log-probs with ours. If the folder `model` has an image processor, some prompts have images.
     """
-    seen = model if any((model / name).is_file() for name in IMAGE_PROCESSORS) else None
+    seen = model if has_image_processor(model) else None
     rows = " on rows with images" if seen is not None else ""
     return Finding.of(f"vLLM equals trainer{rows}, also after an update", greatest_gap, config, plan, python, seen)
 

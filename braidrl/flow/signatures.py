@@ -10,13 +10,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 import braidrl.algorithms.library  # noqa: F401  (registers what comes with Braid)
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Entry, Registry, is_number
 from braidrl.data.token_columns import ROUTED_EXPERTS, TokenColumn, column_of, returned_columns, token_columns
+from braidrl.deferred import Tensor
 from braidrl.errors import UserError, shown, suggest, users_errors
 from braidrl.flow.stage import Kind, Signature, Stage
 from braidrl.importing import LOADED_FROM_FILE, import_function

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from torch import Tensor
-
+from braidrl.deferred import Tensor, torch
 from braidrl.errors import UserError
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.parsing import parse_json

@@ -58,6 +58,12 @@ class Verifier:
     asynchronous: bool
     weight: float = 1.0
 
+    @property
+    def needs_answer(self) -> bool:
+        """Return True if the function cannot be called without a reference answer."""
+        answer = inspect.signature(self.function).parameters.get("answer")
+        return "answer" in self.reads and answer is not None and answer.default is inspect.Parameter.empty
+
     def unusable(self, answer: Any, metadata: Mapping[str, Any]) -> str:
         """Return why an example's reference answer is unusable; empty if it is usable, or if the verifier cannot
         decide.

@@ -18,6 +18,7 @@ from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
+from braidrl.runtimes.prepare.first_checks import check_sets
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.row_store import HeldOut
 from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
@@ -101,8 +102,7 @@ def evaluated(config: Config, world: World) -> dict[str, float]:
     progress = Progress(shown=world.first)
     prepared, chosen = prepared_to_fit(config, world, train=False)
     config = prepared.config
-    if not config.data.evaluation_sources:
-        raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
+    check_sets(config)
     for line in [*chosen, *without_effect(config)]:
         progress.print(line)
     set_up_torch(config)

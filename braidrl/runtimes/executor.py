@@ -34,7 +34,8 @@ from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Accumulated, Objective, UpdateCounts, with_group_tokens
 from braidrl.training.optimizer import CONFIGURED, StepOverrides, learning_rate
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.role_settings import own_tokenizer, settings_of
+from braidrl.training.pretrained import own_tokenizer
+from braidrl.training.role_settings import settings_of
 from braidrl.training.roles.checkpoint import Write, copied
 from braidrl.training.roles.copies import RoleCopy
 from braidrl.training.roles.worker import make_worker, torch_worker

@@ -28,7 +28,7 @@ from braidrl.observe.recorded_rows import check_rows, read_rollouts, write_rollo
 from braidrl.observe.rollouts import parts_of
 from braidrl.rewards.verify import decoded, responses
 from braidrl.runtimes.prepare.setup import Prepared
-from braidrl.training.loading import model_settings
+from braidrl.training.pretrained import model_settings
 
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
 """The columns needed for the texts of a row."""

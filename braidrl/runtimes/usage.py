@@ -32,7 +32,7 @@ from braidrl.training.backends import TrainingBackend
 from braidrl.training.decoders.images import ModelImages
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import DeviceRates, MatrixSizes, TokenCounts, decoding, own_rates
-from braidrl.training.role_settings import DTYPES, settings_of
+from braidrl.training.role_settings import dtype_named, settings_of
 from braidrl.training.roles.worker import RoleWorker
 
 
@@ -174,7 +174,7 @@ class DeviceUsage:
         own_slots = max(1, slots // ranks)
         steps = decoding(tokens, own_slots).steps if peak_rows is None else int(tokens.sum()) / peak_rows
         role, dtype = str(stage.role), config.rollout.dtype
-        element_bytes = (DTYPES[dtype] if dtype else settings_of(role, config).dtype).itemsize
+        element_bytes = (dtype_named(dtype) if dtype else settings_of(role, config).dtype).itemsize
         steps, attended = steps * max(1, copies) / ranks, int(drawn.seen.sum())
         read = operations.decoding_bytes(self._sizes_of(role), element_bytes, steps, attended)
         sums.add(f"utilisation/bandwidth/{stage.name}", read, seconds * bandwidth)

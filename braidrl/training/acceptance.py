@@ -29,12 +29,13 @@ from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders import proof
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.routing import experts_in
-from braidrl.training.loading import read_buffers, read_model_config, skeleton
+from braidrl.training.loading import read_buffers, skeleton
 from braidrl.training.lora import add_adapters, merged, plain_names, stacks_of
 from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.objective import Objective
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.parallel.pipeline import is_tied, split_layers
+from braidrl.training.pretrained import read_model_config
 from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles, auto_class

@@ -27,9 +27,9 @@ from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Rows
-from braidrl.importing import PluginRegistry
 from braidrl.observe.metrics import Sums
 from braidrl.training.memory.offload import OffloadableTensors
+from braidrl.training.names import BACKENDS
 from braidrl.training.objective import Objective
 from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel, apply_layout
@@ -56,13 +56,6 @@ FEATURES = (
 
 `streaming`, `offload` and `copies` need `weights`.
 """
-BACKENDS = PluginRegistry(
-    "training backend",
-    {"torch": "braidrl.training.roles.worker:RoleWorker"},
-    arguments=("spec",),
-    methods=("forward", "forward_backward", "optim_step", "tensors", "load", "export"),
-)
-"""Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
 
 
 @dataclass

@@ -1,11 +1,9 @@
 """Loaders of decoders, scalar models and tokenizers from a Hugging Face directory, without downloads."""
 
 import importlib.util
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from functools import lru_cache
 from importlib import import_module
 from inspect import signature
@@ -15,45 +13,26 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils.import_utils import DummyObject
 
 from braidrl.config import ImagesConfig
 from braidrl.config.paths import model_folder
-from braidrl.data.chat import check_template
 from braidrl.data.images import ImageStore
-from braidrl.data.vision import FAMILIES, IMAGE_PROCESSORS, WRITTEN, Vision
-from braidrl.errors import UserError, located, shown
+from braidrl.data.vision import FAMILIES, IMAGE_PROCESSORS, WRITTEN, Vision, has_image_processor
+from braidrl.errors import UserError
 from braidrl.native.linear import use_fast_products
-from braidrl.parsing import read_json
-from braidrl.training.decoders.body import ForwardPlan, disable_dropout, use_plan
+from braidrl.training.decoders.body import ForwardPlan, use_plan
 from braidrl.training.decoders.image_proof import sight
 from braidrl.training.decoders.proof import proven_plan
+from braidrl.training.model_settings import read_object
+from braidrl.training.pretrained import check_scorer, load_tokenizer, named_error, read_model_config
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
 from braidrl.weights.model_files import ModelFiles, auto_class, scorer_class
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-CONFIG_BYTES, TOKENIZER_BYTES = 16 << 20, 512 << 20
-SIZES = {
-    "num_hidden_layers": 1000,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "vocab_size": 1 << 24,
-    "max_position_embeddings": 1 << 32,
-}
-"""Positive integers in a model's config.json, with their upper limits."""
-NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-"""Sizes that must not be null."""
-POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "initializer_range")
 DEQUANTISED = ("fp8", "mxfp4")
 """Quantisation formats that are dequantised on loading."""
-_WARNED: set[Path] = set()
-"""Folders with code of their own that this process has named."""
 logger = logging.getLogger(__name__)
 
 
@@ -88,30 +67,6 @@ def load_scorer(
     if not has_head:
         torch.nn.init.zeros_(model.score.weight)
     return model
-
-
-def has_score_head(path: str | Path) -> bool:
-    """Return True if a folder holds a model with a scalar head, without reading weights."""
-    file = Path(path).expanduser() / "config.json"
-    names = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else ()
-    return any(name.endswith("ForSequenceClassification") for name in names or ())
-
-
-def check_scorer(path: str | Path, fresh_head: bool, key: str = "model") -> None:
-    """Raise UserError, with `key`, if a folder cannot provide a model with a scalar head; reads no weights."""
-    config = read_model_config(path)
-    if has_score_head(path):
-        if config.num_labels != 1:
-            raise UserError(
-                f"{key}: {path} classifies into {config.num_labels} labels; a critic or reward model has one "
-                "(num_labels: 1)"
-            )
-    elif not fresh_head:
-        raise UserError(
-            f"{key}: {path} has no trained score head; train one by the recipe reward_model, and give its directory "
-            f"as {key}; "
-            "with algorithm.reward=verify the recipe ppo needs none"
-        )
 
 
 def check_model(path: str | Path) -> None:
@@ -258,31 +213,6 @@ def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
             model.get_submodule(owner).register_buffer(buffer_name, files[name].to(buffer.dtype, copy=True))
 
 
-def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face directory. Raises UserError if it is missing or invalid."""
-    folder = model_folder(path)
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise UserError(
-            f"model: {folder} has no tokenizer (tokenizer.json); copy it there from where the model is from"
-        )
-    read_model_config(folder)
-    if any((folder / name).is_file() and (folder / name).stat().st_size > TOKENIZER_BYTES for name in TOKENIZER_FILES):
-        raise UserError(f"model: the tokenizer in {folder} has more than {TOKENIZER_BYTES} bytes, which are not read")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        tokenizer.get_vocab()
-        if not isinstance(tokenizer.model_max_length, int | float):
-            raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, and no number")
-        return tokenizer
-    except BaseException as error:
-        # A panic of the tokenizers library (Rust) is not an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        for path in sorted(folder.glob("*token*.json")):
-            read_object(path, TOKENIZER_BYTES)
-        raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {named_error(error)}") from error
-
-
 def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
     """Return the vision of a model, or None for a text-only model; `blind_because` says why.
 
@@ -302,7 +232,7 @@ def blind_because(path: Path, images: ImagesConfig) -> str:
 def _vision(path: Path, images: ImagesConfig) -> Vision | str:
     """Return a model's vision, or the reason why images are not supported."""
     folder = path.expanduser()
-    if not any((folder / name).is_file() for name in IMAGE_PROCESSORS):
+    if not has_image_processor(folder):
         return "its folder has no image processor"
     config = read_model_config(folder)
     if getattr(config, "vision_config", None) is None:
@@ -405,148 +335,3 @@ def text_processor(folder: Path, config: Any, image_processor: Any, tokenizer: A
     defaults = getattr(getattr(kind, "valid_processor_kwargs", None), "_defaults", {})
     options = {"return_tensors": "pt", **defaults.get("images_kwargs", {})}
     return without_video(image_processor=image_processor, tokenizer=tokenizer, **arguments), options
-
-
-def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Raise UserError if an end token of a model or of the tokenizer is not in its vocabulary, or its chat template is
-    invalid.
-    """
-    folder = model_folder(model)
-    config, path, settings = read_model_config(folder), folder / "generation_config.json", None
-    if path.is_file():
-        read_object(path)
-        try:
-            settings = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-        except Exception as error:
-            raise UserError(f"model: {path} cannot be read: {named_error(error)}") from error
-    with located(f"model: {folder}"):
-        check_template(tokenizer)
-    size = getattr(config, "vocab_size", None)
-    if size is None:
-        return
-    named = {
-        "config.json": config.eos_token_id,
-        "generation_config.json": settings,
-        "the tokenizer": tokenizer.eos_token_id,
-    }
-    for origin, ends in named.items():
-        for end in ends if isinstance(ends, list | tuple) else [ends]:
-            if end is not None and not (type(end) is int and 0 <= end < size):
-                raise UserError(
-                    f"model: {folder}: eos_token_id of {origin} is {shown(end)}, and the model has the tokens 0 to "
-                    f"{size - 1}; "
-                    "responses could not end: write the right one"
-                )
-
-
-def read_model_config(path: str | Path) -> Any:
-    """Read a model's config.json, without weights. Raises UserError as `load_decoder`."""
-    folder = model_folder(path)
-    path = folder / "config.json"
-    settings = read_object(path)
-    # Invalid or inconsistent sizes of the model or of its parts are refused before a model is built.
-    for about in (
-        settings,
-        *(part for part in settings.values() if isinstance(part, dict) and {"hidden_size", "rope_theta"} & set(part)),
-    ):
-        for name, most in SIZES.items():
-            value = about.get(name, 1)
-            if value is None and name not in NEEDED:
-                continue
-            # Some types have a width for each layer.
-            several = value if isinstance(value, list) and name not in NEEDED else [value]
-            if not several or not all(type(number) is int and 1 <= number <= most for number in several):
-                raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a whole number from 1 to {most}")
-        # A type may have its heads under another name, as Dbrx and GPT-2 do.
-        heads, per_group = about.get("num_attention_heads"), about.get("num_key_value_heads")
-        if heads and isinstance(per_group, int) and heads % per_group:
-            raise UserError(
-                f"model: {path}: num_key_value_heads {per_group} does not divide num_attention_heads {heads}"
-            )
-        for name in POSITIVE:
-            value = about.get(name, 1.0)
-            if value is None:  # a type that names another one
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-                raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a number above 0")
-        names = about.get("architectures") or []
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise UserError(f"model: {path}: architectures is {shown(names)}; it must be a list of names")
-        if heads and not about.get("head_dim") and about.get("hidden_size", heads) % heads:
-            raise UserError(
-                f"model: {path}: num_attention_heads {heads} does not divide hidden_size {about['hidden_size']}"
-            )
-    try:
-        config = deepcopy(_parsed_config(folder, path.read_bytes()))
-    except Exception as error:
-        remedy = ""
-        if settings.get("model_type") not in CONFIG_MAPPING:
-            remedy = (
-                f"; transformers {transformers.__version__} has no model_type {shown(settings.get('model_type'))}: "
-                "install a version that has it (code beside a model is not run)"
-            )
-        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}{remedy}") from error
-    check_own_code(folder, settings, config)
-    if random := disable_dropout(config):
-        logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
-    return config
-
-
-def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> None:
-    """Warn that a model's custom code is not run; raise UserError if its class is not one of transformers'."""
-    classes = settings.get("auto_map")
-    if not isinstance(classes, dict) or not classes:
-        return
-    auto_classes = [value for key, value in classes.items() if key.startswith("AutoModel")]
-    named = [str(name).rpartition(".")[2] for name in (*(settings.get("architectures") or ()), *auto_classes)]
-    strange = [name for name in named if not hasattr(transformers, name)]
-    if strange:
-        raise UserError(
-            f"model: {folder}/config.json names a class of its own, {strange[0]}, in auto_map, and Braid runs no code "
-            f"beside a model; if it computes as {config.model_type} of transformers does, remove auto_map and name "
-            "that class in architectures"
-        )
-    if folder not in _WARNED:
-        _WARNED.add(folder)
-        logger.warning(
-            "model: %s brings code of its own (auto_map), which is not run: it is computed as %s of transformers",
-            folder,
-            config.model_type,
-        )
-
-
-@lru_cache(maxsize=64)
-def _parsed_config(folder: Path, text: bytes) -> Any:
-    """Return the configuration of a folder whose config.json holds this text; cached, as a run's start reads it a dozen
-    times.
-    """
-    return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's folder. Raises UserError for other content."""
-    settings = read_json(path, most_bytes, finite=False)
-    if not isinstance(settings, dict):
-        raise UserError(f"{path} holds no object; copy the whole model")
-    return settings
-
-
-def named_error(error: BaseException) -> str:
-    """Return a library's error in one line, with its type if the text alone is unclear."""
-    text = shown(" ".join(str(error).split()))[1:-1]
-    return text if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {text}"
-
-
-def model_settings(model: Path) -> Mapping[str, Any]:
-    """Return the settings of a model's text part, including the names that transformers' models share; empty without a
-    directory.
-    """
-    path = model.expanduser() / "config.json"
-    if not path.is_file():
-        return {}
-    settings = read_object(path)
-    settings |= settings.get("text_config") or {}
-    kind = settings.get("model_type")
-    families = transformers.CONFIG_MAPPING
-    shared = families[kind].attribute_map if kind in families else {}
-    return {**settings, **{name: settings[key] for name, key in shared.items() if key in settings}}

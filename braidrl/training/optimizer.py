@@ -20,17 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
-from braidrl.importing import PluginRegistry
 from braidrl.training.lora import import_optional
+from braidrl.training.names import OPTIMIZERS
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.weights.checkpoint_files import block_in
 from braidrl.weights.shards import as_dtensor, local_shard
 
 MASTER_BYTES = 4
-OPTIMIZERS = PluginRegistry(
-    "optimizer", {name: f"braidrl.training.optimizer:{name}" for name in ("adamw", "adamw8bit", "sgd")}
-)
-"""Optimizers by name: called with pairs of name and tensor, `lr` and settings by keyword, as in `torch.optim`."""
 NamedParameters = Sequence[tuple[str, Tensor]]
 """A model's parameters by name; those of a sharded model are DTensors."""
 BLOCK = 256

@@ -3,16 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
 from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.config import Config, LoraConfig, RoleConfig
 from braidrl.config.layout import ParallelLayout
+from braidrl.deferred import torch
 from braidrl.flow import Flow, Kind
-from braidrl.training.loading import load_tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 USUAL_SLOTS, USUAL_TOKENS = 64, 8192
 """Default rows decoded at once and default tokens of a micro-batch, if neither the user nor the device's memory decides
 them.
@@ -53,14 +49,19 @@ class RoleSettings:
         return "bfloat16" if on_cuda and has_bfloat16() else "float32"
 
     @property
-    def dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype_name]
+    def dtype(self) -> "torch.dtype":
+        return dtype_named(self.dtype_name)
 
     def key(self, name: str) -> str:
         """Return the configuration key that sets one of these settings."""
         if name in self.own:
             return f"roles.{self.role}.{name}"
         return name if name in ("model", "dtype") else f"trainer.{name}"
+
+
+def dtype_named(name: str) -> "torch.dtype":
+    """Return the torch dtype of a configured `dtype`, as in `bfloat16`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[name]
 
 
 def settings_of(role: str, config: Config) -> RoleSettings:
@@ -93,15 +94,6 @@ def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
         for settings in trained
         if settings.inference_layout not in (None, settings.layout)
     }
-
-
-def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a role's model if its vocabulary differs from `tokenizer`, otherwise None."""
-    path = settings_of(role, config).model
-    if path == config.model:
-        return None
-    role_tokenizer = load_tokenizer(path)
-    return role_tokenizer if role_tokenizer.get_vocab() != tokenizer.get_vocab() else None
 
 
 def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:

@@ -17,7 +17,7 @@ from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import EngineRow, Response
 from braidrl.engines.sampling import batch_sampling, sample
 from braidrl.engines.stepping import SteppingEngine
-from braidrl.training.loading import load_tokenizer
+from braidrl.training.pretrained import load_tokenizer
 from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.publisher import WeightSource
 

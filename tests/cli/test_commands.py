@@ -266,19 +266,80 @@ def test_data_shows_counts_lengths_and_examples_as_the_model_sees_them(workshop:
     assert f"── answer: {small[0]['answer']}" in held_out
 
 
-def test_a_wrong_key_is_named_before_torch_is_loaded(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("{flow: grpo, model: none, data: {train: none.jsonl}, trainer: {stepz: 3}}")
-    asked = (
-        "import sys\n"
-        "from typer.testing import CliRunner\n"
-        "from braidrl.cli.commands import app\n"
-        "for command in ('train', 'eval', 'data', 'plan'):\n"
-        f"    error = CliRunner().invoke(app, [command, {str(file)!r}]).exception\n"
-        "    print(command, 'trainer.stepz' in str(error), 'torch' in sys.modules)\n"
+MISTAKES = {
+    "train trainer.stepz=3": "stepz",
+    "train trainer.steps=many": "trainer.steps",
+    "train flow=grppo": "grppo",
+    "train algorithm.klcoef=1": "klcoef",
+    "train flow=flow.yaml": "verifyy",
+    "train reward.verify=exactly": "exactly",
+    "train reward.verify=own.py:none": "none",
+    "train rollout.engine=vlm": "vlm",
+    "train rollout.environment=own.py:none": "none",
+    "train trainer.optimizer=adam": "adam",
+    "train trainer.backend=torsh": "torsh",
+    "train trainer.rows_per_update=5": "rows_per_update",
+    "train trainer.epochs=2 flow=reused.yaml": "old=self",
+    "train trackers=wandbb": "wandbb",
+    "train data.train=unnamed.jsonl": "prompt",
+    "train reward.verify=exact data.train=unanswered.jsonl": "answer",
+    "train flow=dpo rollout.samples_per_prompt=2": "chosen",
+    "train model=wrong": "num_attention_heads",
+    "train model=bare": "no tokenizer",
+    "train --dry-run --devices 8xH1000": "H1000",
+    "train --dry-run trackers=wandbb reward.verify=exact data.train=unanswered.jsonl": "verdict: 2",
+    "eval": "data.eval",
+    "data data.train=unnamed.jsonl": "prompt",
+    "plan --devices 8xH1000": "H1000",
+}
+"""Arguments of commands with a mistake, and a part of the message."""
+
+
+def test_mistakes_that_need_no_model_are_named_before_torch_is_loaded(workshop: Workshop) -> None:
+    folder = workshop.folder
+    files = {
+        "own.py": "def right(response: str) -> bool:\n    return True\n",
+        "flow.yaml": "{flow: mine, stages: [{type: generate, role: actor}, {type: verifyy}]}",
+        "reused.yaml": (
+            "flow: mine\nstages:\n- {type: generate, role: actor}\n- {type: verify, role: reward}\n"
+            "- {type: advantage.group_normalized}\n"
+            "- {type: update, role: actor, params: {loss: {name: clip}, old: self}}\n"
+        ),
+        "unnamed.jsonl": '{"question": "1+1=", "answer": "2"}\n',
+        "unanswered.jsonl": '{"prompt": "1+1=", "solution": "2"}\n',
+        "wrong/config.json": (workshop.model / "config.json").read_text().replace('heads": ', 'heads": -'),
+        "bare/config.json": (workshop.model / "config.json").read_text(),
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    file = workshop.config_file()
+    asked = f"""
+import sys
+from typer.testing import CliRunner
+from braidrl.cli.commands import app
+for mistake, said in {MISTAKES!r}.items():
+    command, *given = mistake.split()
+    error = CliRunner().invoke(app, [command, {str(file)!r}, *given]).exception
+    if said not in str(error) or 'torch' in sys.modules or 'transformers' in sys.modules:
+        print(mistake, repr(error), 'torch' in sys.modules)
+        break
+"""
+    run = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=folder, timeout=60)
+    assert (run.stdout, run.stderr) == ("", "")
+
+
+def test_a_model_of_an_unknown_type_is_named_before_models_are_imported(workshop: Workshop) -> None:
+    model = workshop.folder / "unknown"
+    model.mkdir()
+    settings = json.loads((workshop.model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "model_type": "unheard"}))
+    program = (
+        "import sys; from braidrl.cli.commands import main\n"
+        "try: main()\nfinally: print('transformers.modeling_utils' in sys.modules)"
     )
-    output = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
-    assert output.splitlines() == [f"{command} True False" for command in ("train", "eval", "data", "plan")]
+    run = subprocess.run([sys.executable, "-c", program, "check", str(model)], capture_output=True, text=True)
+    assert run.returncode == 2 and "unheard" in run.stderr and run.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "data", "plan", "check"])

@@ -27,7 +27,8 @@ from braidrl.rewards.verifier_contract import VerifierUnderTest
 from braidrl.runtimes.run import TrainingRun
 from braidrl.training.backend_contract import CHECKS as BACKEND_CHECKS
 from braidrl.training.backend_contract import BackendUnderTest
-from braidrl.training.backends import BACKENDS, BackendSpec
+from braidrl.training.backends import BackendSpec
+from braidrl.training.names import BACKENDS
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
 from braidrl.training.optimizer_contract import OptimizerUnderTest

@@ -20,7 +20,8 @@ CONTRACT = """
 import sys
 from pathlib import Path
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
-from braidrl.training.backends import BACKENDS, BackendSpec
+from braidrl.training.backends import BackendSpec
+from braidrl.training.names import BACKENDS
 from braidrl.training.objective import Objective, denominators
 from tests.training.parallel.laid_out import config_of, make_rows
 

@@ -20,7 +20,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter, read_metrics
 from braidrl.observe.report import samples_of_step
 from braidrl.observe.trackers import Samples, TrackedRun, Trackers, check_tracker
-from braidrl.runtimes.prepare.checks import check_names
+from braidrl.runtimes.prepare.names import check_names
 from tests.observe.made_up import metrics_of
 from tests.tiny import ROOT, Workshop
 

@@ -21,7 +21,8 @@ import psutil
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.loader import PromptLoader, as_rows
 from braidrl.data.prompts import load_train
-from braidrl.training.loading import load_decoder, load_tokenizer
+from braidrl.training.loading import load_decoder
+from braidrl.training.pretrained import load_tokenizer
 
 model, data, cache, kept, rank, ranks, batch, batches = sys.argv[1:]
 rank, ranks, batch, batches = int(rank), int(ranks), int(batch), int(batches)

@@ -15,7 +15,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from braidrl.errors import UserError
-from braidrl.training.loading import load_decoder, load_tokenizer
+from braidrl.training.loading import load_decoder
+from braidrl.training.pretrained import load_tokenizer
 from tests.training.compute.test_attention import CONFIGS
 
 

@@ -26,7 +26,7 @@ from braidrl.training.memory.footprint import (
     working_bytes,
 )
 from braidrl.training.optimizer import MASTER_BYTES, moment_bytes
-from braidrl.training.role_settings import DTYPES, merges_adapters, settings_of, slots_of
+from braidrl.training.role_settings import dtype_named, merges_adapters, settings_of, slots_of
 
 MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
@@ -197,7 +197,7 @@ def engine_use(
     rollout = config.rollout
     if rollout.engine == "http":
         return None
-    decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
+    decoder = replace(shape, dtype=dtype_named(rollout.dtype)) if rollout.dtype else shape
     lora = settings_of(role, config).lora if shape.trained < shape.parameters else None
     shares = rollout.engine == "embedded" and decoder.dtype == shape.dtype and layout.is_replicated and divisor == 1
     own_weights = not shares or (merges_adapters(lora, config) and not rollout.shared_base)

@@ -12,6 +12,7 @@ from braidrl.agents.listening import endpoint_key
 from braidrl.agents.spans import check_spans
 from braidrl.config import Config
 from braidrl.config.data import RewardConfig
+from braidrl.data.vision import has_image_processor
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import check_update_size
@@ -19,7 +20,6 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import in_namespace, namespaces_of, needs_old
 from braidrl.flow.stages import make_stage, with_params
-from braidrl.training.loading import load_vision
 from braidrl.training.role_settings import merges_adapters, settings_of
 
 TRUNCATED = {"name": "truncated"}
@@ -27,6 +27,12 @@ TRUNCATED = {"name": "truncated"}
 
 def build_flow(config: Config) -> Flow:
     """Return the validated flow of a run. Raises UserError for a flow that cannot run, or an unknown environment."""
+    flow = written_flow(config)
+    return with_images(Flow(flow.name, [resolve(stage, config) for stage in flow.stages]), config)
+
+
+def written_flow(config: Config) -> Flow:
+    """Return the flow with its open parameters left open, which needs no torch. Raises UserError as `build_flow`."""
     rollout = config.rollout
     sizes = {"max_response_tokens": rollout.max_response_tokens, "samples_per_prompt": rollout.samples_per_prompt}
     flow = load_flow(config.flow, config.algorithm, sizes)
@@ -54,7 +60,9 @@ def build_flow(config: Config) -> Flow:
     if needed is not None and flow.trains_on_pairs and rows is not None and rows % 2:
         raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
     check_update_size(config.trainer.prompts_per_step, samples, rows)
-    return with_images(Flow(flow.name, [resolve(stage, config) for stage in flow.stages]), config)
+    for stage in flow.stages:
+        check_stage(stage, config)
+    return flow
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -91,6 +99,11 @@ def with_images(flow: Flow, config: Config) -> Flow:
     """Return the flow of a model that takes images: its models read the column `images`, and environments write
     it too.
     """
+    if not has_image_processor(config.model):
+        return flow
+    # Imported here: the flow of a model that sees no images needs no torch.
+    from braidrl.training.loading import load_vision
+
     if load_vision(config.model, config.data.images) is None:
         return flow
     stages = []
@@ -148,11 +161,8 @@ def with_own_samples(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout.model_copy(update={"samples_per_prompt": needed})})
 
 
-def resolve(stage: Stage, config: Config) -> Stage:
-    """Return the stage with its open parameters filled in from the configuration.
-
-    Raises UserError for a contradiction.
-    """
+def check_stage(stage: Stage, config: Config) -> None:
+    """Raise UserError for a parameter of a stage that contradicts the configuration."""
     trained = config.rollout.temperature
     temperature = stage.params.get("temperature", trained)
     if stage.type == "generate" and temperature != trained and "into" not in stage.params:
@@ -161,6 +171,20 @@ def resolve(stage: Stage, config: Config) -> Stage:
             f"{stage.name}: temperature={temperature:g} draws the tokens, and training computes their log-probs at "
             f"rollout.temperature={trained:g}; write {instead} in its place"
         )
+    reads_old = is_optimized(stage) and needs_old(str(stage.role), stage.params)
+    if reads_old and stage.params.get("old") == "self" and not has_single_update(config):
+        raise UserError(f"{stage.name}: old=self needs one update per batch and no staleness; write old=recompute")
+
+
+def has_single_update(config: Config) -> bool:
+    """Return True if each batch trains the weights that generated it, in one optimizer step."""
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
+    return one_step and config.trainer.max_staleness == 0
+
+
+def resolve(stage: Stage, config: Config) -> Stage:
+    """Return the stage with its open parameters filled in from the configuration."""
     if stage.type == "verify":
         # The configuration's scores, otherwise the recipe's, otherwise 1 and 0.
         right, wrong = config.reward.correct_score, config.reward.wrong_score
@@ -170,16 +194,11 @@ def resolve(stage: Stage, config: Config) -> Stage:
         }
         return with_params(stage, scores)
     if is_optimized(stage):
-        rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-        one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
-        # With a single update each batch trains the weights that generated it, in one optimizer step.
-        single, old = one_step and config.trainer.max_staleness == 0, stage.params.get("old")
+        single, old = has_single_update(config), stage.params.get("old")
         if not needs_old(str(stage.role), stage.params):
             # After an update, this pass's log-probs differ from those of the weights that generated the batch.
             drifts = not single and old is None and "rollout_log_probs" in (*stage.reads, *stage.optional)
             return with_params(stage, {"old": "rollout"}) if drifts else stage
-        if old == "self" and not single:
-            raise UserError(f"{stage.name}: old=self needs one update per batch and no staleness; write old=recompute")
         filled: dict[str, Any] = {"old": old or ("self" if single else "recompute")}
         # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
         role_config = settings_of(str(stage.role), config)

@@ -1,7 +1,6 @@
 """Preparation of a run before its first step, cheap checks first: flow, tokenizer, data, verifiers."""
 
 import importlib.util
-import inspect
 import logging
 import os
 import subprocess
@@ -28,27 +27,29 @@ from braidrl.data.tables import LoadingRanks
 from braidrl.data.vision import Vision
 from braidrl.engines.deployment import MODES, Deployment
 from braidrl.engines.http.dialects import DIALECTS
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.flow import serial_chain
-from braidrl.rewards.verifier import READERS, resolve
+from braidrl.rewards.verifier import READERS
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.deployment import deploy
+from braidrl.runtimes.prepare.first_checks import check_answer, check_answered
+from braidrl.runtimes.prepare.names import check_names
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
 from braidrl.training.compute.rope import RopeLengths, most_positions
 from braidrl.training.decoders.proof import proven_plan
-from braidrl.training.loading import (
-    blind_because,
-    check_model,
+from braidrl.training.loading import blind_because, check_model, load_vision
+from braidrl.training.optimizer import check_optimizer
+from braidrl.training.pretrained import (
     check_scorer,
     check_tokens,
     load_tokenizer,
-    load_vision,
     model_settings,
+    own_tokenizer,
     read_model_config,
 )
-from braidrl.training.role_settings import USUAL_TOKENS, own_tokenizer, settings_of
+from braidrl.training.role_settings import USUAL_TOKENS, settings_of
 
 Check = Callable[[Callable[[], Any]], Any]
 """Runs a check: at once, or collecting its UserError and continuing with the next."""
@@ -128,7 +129,8 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     check(lambda: check_models(config, prepared.deployment.flow, tokenizer))
     if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    check(lambda: checks.check_names(config))
+    check(lambda: check_names(config))
+    check(lambda: check_optimizer(config.trainer))
     check(lambda: checks.check_dtypes(config, flow))
     check(lambda: checks.check_backends(config, flow))
     check(lambda: prepared.deployment.check(flow))
@@ -307,26 +309,12 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], configs: Sequ
     among the first EXAMINED.
     """
     for source, settings in zip(sources, configs, strict=True):
-        for verifier in (resolve(usage.name, usage.params) for usage in settings.verify or config.reward.verify):
-            for number in range(min(len(source), EXAMINED) if verifier.name in READERS else 0):
-                example = source[number]
-                if why := verifier.unusable(example.answer, example.metadata):
-                    raise UserError(
-                        f"{place_of(source.path, example.line)}: the verifier {verifier.label!r} cannot use the "
-                        f"answer: {why}; leave the example out, or mend it"
-                    )
-        line, fields = source.facts.unanswered, source.facts.unanswered_fields
-        if line is None:
-            continue
-        for named in config.reward.verify if settings.verify is None else settings.verify:
-            verifier = resolve(named.name, named.params)
-            answer = inspect.signature(verifier.function).parameters.get("answer")
-            if "answer" in verifier.reads and answer is not None and answer.default is inspect.Parameter.empty:
-                hint = suggest(settings.answer_field, fields) if fields else "There is no other field."
-                raise UserError(
-                    f"{place_of(source.path, line)}: no field {settings.answer_field!r} for the answer, which the "
-                    f"verifier {verifier.label!r} compares with. {hint} Set answer_field of this source."
-                )
+        verifiers = config.reward.verify if settings.verify is None else settings.verify
+        for number in range(min(len(source), EXAMINED) if any(named.name in READERS for named in verifiers) else 0):
+            example = source[number]
+            check_answer(settings, verifiers, example.answer, example.metadata, example.line)
+        if source.facts.unanswered is not None:
+            check_answered(settings, verifiers, source.facts.unanswered, source.facts.unanswered_fields)
 
 
 def check_images(

@@ -37,6 +37,7 @@ from braidrl.runtimes.saving.folders import (
     LATEST,
     Best,
     best_checkpoint,
+    checkpoint_to_export,
     checkpoints_of,
     latest_checkpoint,
     partial_path,
@@ -325,13 +326,7 @@ def export_model(run: Path, folder: Path, role: str | None = None, best: bool = 
 
     `role` is by default the actor, or the only role. Raises UserError if that is not possible.
     """
-    best_known = best_checkpoint(run) if best else None
-    if best and best_known is None:
-        raise UserError(f"{run} keeps no best checkpoint; name the metric by evaluation.best, as in eval/test/avg@8")
-    newest = run / "checkpoints" / best_known.checkpoint if best_known else latest_checkpoint(run)
-    checkpoint = run if (run / "state.json").is_file() else newest
-    if checkpoint is None:
-        raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
+    checkpoint = checkpoint_to_export(run, best)
     if trouble := checkpoint_damage(checkpoint):
         raise UserError(f"{checkpoint}: {trouble}; nothing was exported, name another checkpoint's folder")
     # Surplus rows written by several workers are folders too.

@@ -337,6 +337,21 @@ def best_checkpoint(run: Path) -> Best | None:
         raise UserError(f"{path} is damaged ({first_line(error)}); remove it") from error
 
 
+def checkpoint_to_export(run: Path, best: bool = False) -> Path:
+    """Return the latest checkpoint of a run or its `best` one; of a checkpoint's folder, the folder itself.
+
+    Raises UserError if there is none.
+    """
+    best_known = best_checkpoint(run) if best else None
+    if best and best_known is None:
+        raise UserError(f"{run} keeps no best checkpoint; name the metric by evaluation.best, as in eval/test/avg@8")
+    newest = run / "checkpoints" / best_known.checkpoint if best_known else latest_checkpoint(run)
+    checkpoint = run if (run / "state.json").is_file() else newest
+    if checkpoint is None:
+        raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
+    return checkpoint
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the run state of a checkpoint. Raises UserError for a folder that is not a checkpoint."""
     path = checkpoint / "state.json"

@@ -51,8 +51,8 @@ from braidrl.runtimes.streaming.groups import ROWS, Group
 from braidrl.runtimes.streaming.ranks import Rank, leader_of
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.runtimes.streaming.worker import WorkerContext, serve_rows
-from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.layouts import DataParallel
+from braidrl.training.pretrained import load_tokenizer
 
 RANKS_LIMIT_S = 600.0
 """Seconds after which ranks give up waiting for another one."""

@@ -8,7 +8,6 @@ proof holds, without pipeline parallelism. Users may register a function in `BOD
 """
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -44,8 +43,6 @@ PARTS = {
     ),
 }
 """Known names of a decoder's parts, in search order."""
-RANDOM = re.compile(r"(dropout|pdrop|layerdrop|jitter)")
-"""Names of settings that make the forward pass random."""
 logger = logging.getLogger(__name__)
 
 
@@ -277,23 +274,6 @@ def prefill(
     run = run_body if images is None else images.run
     run(model, packed[None], sequences.position_ids(), keeping)
     return keeping.prefixes(len(lengths))
-
-
-def disable_dropout(config: Any) -> list[str]:
-    """Set all settings that make the forward pass random to 0, in place; return their names.
-
-    A router's jitter stays: PhiMoE computes with it even in deterministic passes, and routers are never in training
-    mode.
-    """
-    random_settings = []
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict") and name.endswith("config"):
-            random_settings += disable_dropout(value)
-        elif RANDOM.search(name) and isinstance(value, float | int) and not isinstance(value, bool) and value > 0:
-            if "jitter" not in name:
-                setattr(config, name, 0.0)
-            random_settings.append(name)
-    return random_settings
 
 
 def set_training(model: Any, training: bool) -> None:

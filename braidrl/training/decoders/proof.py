@@ -44,7 +44,6 @@ from braidrl.training.decoders.body import (
     ForwardPlan,
     body_of,
     decoder_of,
-    disable_dropout,
     prefill,
     run_body,
     set_training,
@@ -53,6 +52,7 @@ from braidrl.training.decoders.body import (
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of, predicted_log_probs
 from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, special_ids, tiny_model
+from braidrl.training.model_settings import disable_dropout
 
 LENGTHS = (5, 17, 8, 1, 9, 17, 16, 2)
 """Lengths around the limits of windows and of mixers' chunks; some are equal."""

@@ -39,13 +39,13 @@ from braidrl.training.decoders.body import (
 )
 from braidrl.training.decoders.proof import FAILURES, proven_plan
 from braidrl.training.decoders.shrink import CHOSEN, HEADS, KEY_HEADS, LAYERS, WIDTHS
-from braidrl.training.loading import read_model_config
 from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.experts import stacked_parameters
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.training.parallel.sequence import QUERIES
 from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
+from braidrl.training.pretrained import read_model_config
 from braidrl.weights.model_files import auto_class, scorer_class
 
 MOMENTS = 2

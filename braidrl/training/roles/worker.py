@@ -35,7 +35,7 @@ from braidrl.flow import Flow
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.metrics import Sums
 from braidrl.training import lora
-from braidrl.training.backends import BACKENDS, Advance, BackendSpec, ShardedBackend, TrainingBackend
+from braidrl.training.backends import Advance, BackendSpec, ShardedBackend, TrainingBackend
 from braidrl.training.balance import RouterBalance, router_predictions
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
@@ -61,6 +61,7 @@ from braidrl.training.decoders.routing import (
 )
 from braidrl.training.loading import load_decoder, load_scorer, load_vision
 from braidrl.training.memory.offload import OffloadableTensors
+from braidrl.training.names import BACKENDS
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel

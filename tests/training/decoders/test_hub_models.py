@@ -17,7 +17,8 @@ from braidrl.errors import UserError
 from braidrl.runtimes.run import train
 from braidrl.training.decoders.proof import Refusal, Twin, find_plan, quietly
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
-from braidrl.training.loading import load_decoder, read_model_config
+from braidrl.training.loading import load_decoder
+from braidrl.training.pretrained import read_model_config
 from tests.cases import soak_but
 from tests.invariants.traces import merged
 from tests.tiny import TOKENIZER, Workshop
