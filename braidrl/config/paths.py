@@ -27,6 +27,9 @@ def model_folder(path: str | Path, with_weights: bool = False) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise UserError(f"model: there is no folder {folder}; give the path of a Hugging Face model directory")
+    for path in folder.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"model: {path} is a pipe or a device, which is not read; copy the whole model")
     if not (folder / "config.json").is_file():
         raise UserError(f"model: {folder} has no config.json; give the path of a Hugging Face model directory")
     if with_weights and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):

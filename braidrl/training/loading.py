@@ -75,8 +75,22 @@ def check_model(path: str | Path) -> None:
     """
     folder, config = Path(path).expanduser(), read_model_config(path)
     without_quantisation(config, folder)
+    warn_of_class(config, folder)
     proven_plan(config, folder)
     WeightFiles(folder)
+
+
+def warn_of_class(config: Any, folder: Path) -> None:
+    """Warn if a model's folder names a class of another type than its model_type, which decides."""
+    for name in config.architectures or ():
+        kind = getattr(getattr(transformers, name, None), "config_class", None)
+        if isinstance(kind, type) and not isinstance(config, kind):
+            logger.warning(
+                "model: %s/config.json names %s in architectures, and its model_type %s decides how it is computed",
+                folder,
+                name,
+                config.model_type,
+            )
 
 
 def _load(

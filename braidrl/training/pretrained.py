@@ -35,13 +35,14 @@ def read_model_config(path: str | Path) -> Any:
     try:
         config = deepcopy(_parsed_config(folder, (folder / "config.json").read_bytes()))
     except Exception as error:
-        remedy = ""
-        if settings.get("model_type") not in CONFIG_MAPPING:
-            remedy = (
-                f"; transformers {transformers.__version__} has no model_type {shown(settings.get('model_type'))}: "
-                "install a version that has it (code beside a model is not run)"
-            )
-        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}{remedy}") from error
+        kind, where = settings.get("model_type"), f"model: {folder}/config.json"
+        if kind is not None and kind not in CONFIG_MAPPING:
+            beside = ", and Braid runs no code beside a model (auto_map)" if settings.get("auto_map") else ""
+            raise UserError(
+                f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}{beside}; install a "
+                "version of transformers that has it"
+            ) from error
+        raise UserError(f"{where} cannot be read: {named_error(error)}") from error
     check_own_code(folder, settings, config)
     if random := disable_dropout(config):
         logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
@@ -62,8 +63,9 @@ def config_of(model: str) -> Any:
 def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> None:
     """Warn that a model's custom code is not run; raise UserError if its class is not one of transformers'."""
     classes = settings.get("auto_map")
-    if not isinstance(classes, dict) or not classes:
+    if not classes:
         return
+    classes = classes if isinstance(classes, dict) else {}
     auto_classes = [value for key, value in classes.items() if key.startswith("AutoModel")]
     named = [str(name).rpartition(".")[2] for name in (*(settings.get("architectures") or ()), *auto_classes)]
     strange = [name for name in named if not hasattr(transformers, name)]

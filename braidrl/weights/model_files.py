@@ -272,6 +272,12 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
+def has_language_model(config: Any) -> bool:
+    """Return False for a configuration of which transformers has no model that predicts the next token."""
+    auto = auto_class(config)
+    return type(config) in auto._model_mapping
+
+
 def scorer_class(config: Any) -> Any:
     """Return the class of transformers that loads a configuration with a scalar head.
 

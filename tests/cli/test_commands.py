@@ -18,9 +18,11 @@ from braidrl import __version__
 from braidrl.cli import commands as cli
 from braidrl.cli.catalogue import KINDS, catalogue
 from braidrl.config.reading import section_keys
+from braidrl.errors import UserError
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts
+from braidrl.runtimes.prepare.first_checks import check_first
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
 from tests.tiny import Workshop, weights_of
 from tests.tiny import braid as start_braid
@@ -327,6 +329,16 @@ for mistake, said in {MISTAKES!r}.items():
 """
     run = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=folder, timeout=60)
     assert (run.stdout, run.stderr) == ("", "")
+
+
+def test_a_plan_needs_no_tokenizer(workshop: Workshop) -> None:
+    model = workshop.folder / "bare"
+    model.mkdir()
+    (model / "config.json").write_bytes((workshop.model / "config.json").read_bytes())
+    config = workshop.config(model=str(model))
+    check_first(config, trained=False, evaluated=False)
+    with pytest.raises(UserError, match="no tokenizer"):
+        check_first(config)
 
 
 def test_a_model_of_an_unknown_type_is_named_before_models_are_imported(workshop: Workshop) -> None:

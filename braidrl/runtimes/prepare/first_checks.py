@@ -36,16 +36,18 @@ def check_first(config: Config, trained: bool = True, evaluated: bool = True, ch
     check(lambda: check_names(config))
     for model in dict.fromkeys(path for path in models_of(config) if path.expanduser().is_dir()):
         check(partial(checked_settings, model))
-        check(partial(check_tokenizer, model))
+        # A plan needs no tokenizer.
+        if trained or evaluated:
+            check(partial(check_tokenizer, model))
     flow = check(lambda: written_flow(with_own_samples(config)))
     # The images of a model that sees are read with its processor.
     if flow is None or is_hub_name(config.model) or has_image_processor(config.model):
         return
     for source in config.data.training_sources if trained else ():
-        check(partial(check_first_record, config, source, flow))
+        check(partial(check_first_record, config, source, flow, flow.trains_on_pairs))
     evaluation = evaluation_flow(config, flow)
     for source in config.data.evaluation_sources.values() if evaluated else ():
-        check(partial(check_first_record, config, source, evaluation))
+        check(partial(check_first_record, config, source, evaluation, flow.trains_on_pairs))
 
 
 def check_sets(config: Config) -> None:
@@ -54,13 +56,15 @@ def check_sets(config: Config) -> None:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
 
 
-def check_first_record(config: Config, source: SourceConfig, flow: Flow) -> None:
-    """Raise UserError if the first record of a local file has not the fields that a flow reads."""
+def check_first_record(config: Config, source: SourceConfig, flow: Flow, pairs: bool) -> None:
+    """Raise UserError if the first record of a local file has not the fields that a flow reads, with responses of
+    `pairs` if it reads any.
+    """
     path = source.path
     if is_hub_name(path) or path.is_dir() or (path.suffix == ".json" and path.stat().st_size > JSON_BYTES):
         return
     responses = "response" in flow.needs_from_data()
-    example = Reading(source, responses=responses, pairs=responses and flow.trains_on_pairs).first_example()
+    example = Reading(source, responses=responses, pairs=responses and pairs).first_example()
     if example is None or not any(stage.type == "verify" for stage in flow.stages):
         return
     verifiers = config.reward.verify if source.verify is None else source.verify

@@ -53,6 +53,7 @@ from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of, predicted_log_probs
 from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, special_ids, tiny_model
 from braidrl.training.model_settings import disable_dropout
+from braidrl.weights.model_files import has_language_model
 
 LENGTHS = (5, 17, 8, 1, 9, 17, 16, 2)
 """Lengths around the limits of windows and of mixers' chunks; some are equal."""
@@ -293,6 +294,11 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     """Return the first plan whose findings hold, with the findings. Raises Refusal if there is none."""
     if getattr(twin.config, "is_encoder_decoder", False):
         raise Refusal("an encoder and a decoder")
+    if not has_language_model(twin.config):
+        raise Refusal(
+            "transformers has no class of this type that predicts the next token; give the folder of a model that "
+            "generates text"
+        )
     if "shared_kv_states" in parameters_of(type(twin.own).forward):
         raise Refusal("a drafter: it computes with the keys and values of another model")
     row = twin.rows[1]
@@ -472,7 +478,8 @@ def proven_plan(config: Any, folder: Path | str, decodes: bool = False) -> Forwa
     measurement = remembered(config, "decoder", measured)
     if "refused" in measurement:
         raise UserError(
-            f"model: {folder}, {config.model_type}, is not proven to train correctly: {measurement['refused']}"
+            f"model: {folder}, {config.model_type}, is not proven to train correctly: {measurement['refused']}; "
+            "docs/models.md lists the types that are"
         )
     if decodes and (why := measurement["decoding"]):
         raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")

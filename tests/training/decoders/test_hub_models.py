@@ -17,11 +17,11 @@ from braidrl.errors import UserError
 from braidrl.runtimes.run import train
 from braidrl.training.decoders.proof import Refusal, Twin, find_plan, quietly
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
-from braidrl.training.loading import load_decoder
+from braidrl.training.loading import check_model, load_decoder
 from braidrl.training.pretrained import read_model_config
 from tests.cases import soak_but
 from tests.invariants.traces import merged
-from tests.tiny import TOKENIZER, Workshop
+from tests.tiny import TOKENIZER, Workshop, write_model
 from tests.training.decoders.families import FLOWS, write_family, write_pairs
 
 WRAPPED = {
@@ -138,3 +138,23 @@ def test_a_twins_tower_keeps_whole_windows_and_the_blocks_that_are_listed(kind: 
     tower = shrink_config(AutoConfig.for_model(kind)).vision_config
     assert getattr(tower, listed) == [tower.depth - 1]
     assert getattr(tower, "window_size", 0) % (tower.patch_size * tower.spatial_merge_size) == 0
+
+
+def test_a_type_without_a_language_model_and_one_of_unknown_code_say_what_to_do(tmp_path: Path) -> None:
+    with quietly(), pytest.raises(Refusal, match="no class of this type that predicts the next token"):
+        find_plan(Twin(AutoConfig.for_model("clip")))
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}')
+    with pytest.raises(UserError, match=r"no model_type 'own', and Braid runs no code beside a model"):
+        read_model_config(tmp_path)
+
+
+def test_a_folder_that_names_a_class_of_another_type_gets_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_model(tmp_path, "qwen3")
+    settings = json.loads((folder / "config.json").read_text())
+    check_model(folder)
+    assert not caplog.records
+    (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["LlamaForCausalLM"]}))
+    check_model(folder)
+    assert "LlamaForCausalLM" in caplog.text and "qwen3 decides" in caplog.text
