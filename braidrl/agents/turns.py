@@ -17,7 +17,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,7 +76,8 @@ class TurnTemplate:
                 raise UserError("a message has parts that are no text, and the model reads text; take one that sees")
             return messages
         try:
-            stored: list[ChatMessage] = kept_messages(messages, vision.store, Path.cwd())
+            # An environment or an agent may not make this process fetch an address.
+            stored: list[ChatMessage] = kept_messages(messages, replace(vision.store, fetches=False), Path.cwd())
         except BrokenImage as error:
             raise UserError(str(error)) from None
         return stored

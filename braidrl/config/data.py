@@ -139,6 +139,10 @@ class ImagesConfig(Section):
     """An image with more pixels counts as broken and is not decoded."""
     broken: Literal["error", "skip"] = "error"
     """A broken image ends the run with a line, or its record is skipped and counted."""
+    fetch: bool = False
+    """Fetch the images whose addresses (`https://...`) data files give. Each is fetched once and stays in `folder`;
+    those of environments and agents are not fetched.
+    """
     kept_mib: float = Field(512, ge=0, le=1 << 20)
     """MiB of encoded images that each role keeps on its device while the vision tower is frozen."""
 

@@ -1,6 +1,7 @@
 """Images: files by the hash of their content, and the forms of images in data sets.
 
-path, bytes, {bytes, path}, data: URI ──content_of──▶ bytes ──ImageStore.add──▶ name ──ImageStore.open──▶ an RGB image
+path, bytes, {bytes, path}, data: URI, address ──content_of──▶ bytes ──ImageStore.add──▶ name
+    ──ImageStore.open──▶ an RGB image
 
 Messages and rows carry names; the store is a folder that all processes of a run read. An image with a path is not
 copied: the store has a link to it.
@@ -12,13 +13,16 @@ import hashlib
 import io
 import os
 import tempfile
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+from urllib.request import Request, urlopen
 
 from braidrl.errors import UserError, first_line, no_room, shown
 
@@ -29,6 +33,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are decoded; Pillow has more, and some of them start programs."""
 FILE_BYTES = 64 << 20
 """Maximum size of an image's file."""
+WEB = ("http", "https")
+FETCH_S, PIECE_BYTES = 60.0, 1 << 16
+"""Seconds that an address may take, and bytes read at a time."""
+ADDRESSES = "addresses"
+"""Folder of the store with a link to the image of each address."""
 KNOWN = 4096
 """Images of which a process remembers size, tokens and grid."""
 
@@ -44,10 +53,12 @@ class ImageStore:
     folder: Path
     most_pixels: int
     """An image with more pixels is refused before it is decoded."""
+    fetches: bool = False
+    """Whether images at addresses are fetched."""
 
     @staticmethod
     def of(images: "ImagesConfig") -> "ImageStore":
-        return ImageStore(images.folder.expanduser(), images.most_pixels)
+        return ImageStore(images.folder.expanduser(), images.most_pixels, images.fetch)
 
     def path(self, name: str) -> Path:
         return self.folder / name[:2] / name
@@ -57,26 +68,41 @@ class ImageStore:
 
         Raises BrokenImage for one that cannot be decoded, and UserError if the store cannot be written.
         """
-        content, file = content_of(image, beside)
-        name = hashlib.blake2b(content, digest_size=16).hexdigest()
+        return self._keep(*content_of(image, beside, self.fetched if self.fetches else None))
+
+    def _keep(self, content: bytes, file: Path | None) -> str:
+        name = hashed(content)
         decoded(content, self.most_pixels)
         path = self.path(name)
-        if path.is_file():
-            return name
+        if not path.is_file():
+            self._write(path, content if file is None else file)
+        return name
+
+    def _write(self, path: Path, content: bytes | Path) -> None:
+        """Write a file, or a link to one, atomically: other processes may write the same."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                unfinished = Path(folder) / name
-                if file is None:
-                    unfinished.write_bytes(content)
+                unfinished = Path(folder) / path.name
+                if isinstance(content, Path):
+                    unfinished.symlink_to(content)
                 else:
-                    unfinished.symlink_to(file)
-                # Atomically: other processes may add the same image.
+                    unfinished.write_bytes(content)
                 unfinished.rename(path)
         except OSError as error:
             fault = no_room(error) or first_line(error)
             raise UserError(f"data.images.folder: {self.folder} cannot be written: {fault}; name another") from error
-        return name
+
+    def fetched(self, address: str) -> bytes:
+        """Return the bytes of the image at an address, which is fetched once for all runs with this folder.
+
+        Raises BrokenImage if it cannot be fetched or decoded.
+        """
+        link = self.folder / ADDRESSES / hashed(address.encode())
+        if not link.is_file():
+            name = self._keep(fetch(address), None)
+            self._write(link, self.path(name).absolute())
+        return link.read_bytes()
 
     def content(self, name: str) -> bytes:
         """Return the bytes of an image's file. Raises UserError if it is missing or was changed."""
@@ -89,7 +115,7 @@ class ImageStore:
                 f"the image {path}{source} cannot be read; name a folder that all machines of the run see as "
                 "data.images.folder, and read the data again"
             ) from None
-        if hashlib.blake2b(content, digest_size=16).hexdigest() != name:
+        if hashed(content) != name:
             raise UserError(f"the image {path.resolve()} was changed after the data were read; start the run again")
         return content
 
@@ -111,17 +137,38 @@ def _size(store: ImageStore, name: str) -> tuple[int, int]:
     return height, width
 
 
-def content_of(image: Any, beside: Path) -> tuple[bytes, Path | None]:
+def hashed(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def fetch(address: str) -> bytes:
+    """Return what a server has at an address. Raises BrokenImage if it answers with an error, too much, or too late."""
+    end, content = time.monotonic() + FETCH_S, bytearray()
+    try:
+        asked = Request(address, headers={"User-Agent": "braid"})
+        with urlopen(asked, timeout=FETCH_S) as answer:
+            if urlsplit(answer.geturl()).scheme not in WEB:
+                raise ValueError(f"it redirects to {shown(answer.geturl())}")
+            while piece := answer.read1(PIECE_BYTES):
+                content += piece
+                if len(content) > FILE_BYTES or time.monotonic() > end:
+                    raise ValueError(f"it has more than {FILE_BYTES} bytes, or takes more than {FETCH_S:g} s")
+    except (OSError, HTTPException, ValueError) as error:
+        raise BrokenImage(f"the image at {shown(address)} cannot be fetched: {first_line(error)}") from None
+    return _checked(bytes(content))
+
+
+def content_of(image: Any, beside: Path, fetched: Callable[[str], bytes] | None = None) -> tuple[bytes, Path | None]:
     """Return an image's bytes, and its file if the image is a path; relative paths start at `beside`.
 
-    Forms: bytes, a path, a file: or data: URI, {bytes, path} of `datasets`, {url}, an image of Pillow. Raises
-    BrokenImage for anything else.
+    Forms: bytes, a path, a file: or data: URI, {bytes, path} of `datasets`, {url}, an image of Pillow, and an address
+    if there is `fetched`, which returns its bytes. Raises BrokenImage for anything else.
     """
     if isinstance(image, Mapping):
         inner = next((image[key] for key in ("bytes", "url", "path", "image") if image.get(key) is not None), None)
         if inner is None:
             raise BrokenImage(f"an image is {shown(dict(image))}, without `bytes` or `path`")
-        return content_of(inner, beside)
+        return content_of(inner, beside, fetched)
     if isinstance(image, bytes | bytearray | memoryview):
         return _checked(bytes(image)), None
     if hasattr(image, "convert") and hasattr(image, "save"):
@@ -138,8 +185,13 @@ def content_of(image: Any, beside: Path) -> tuple[bytes, Path | None]:
         except binascii.Error as error:
             raise BrokenImage(f"a data: URI of an image is no base64 ({error})") from None
     scheme = urlsplit(text).scheme
-    if scheme in ("http", "https", "ftp", "s3", "gs"):
-        raise BrokenImage(f"an image is the address {shown(text)}, which is not fetched; download it and give its path")
+    if scheme in WEB and fetched is not None:
+        return fetched(text), None
+    if scheme in (*WEB, "ftp", "s3", "gs"):
+        remedy = "write data.images.fetch=true, or " if scheme in WEB else ""
+        raise BrokenImage(
+            f"an image is the address {shown(text)}, which is not fetched; {remedy}download it and give its path"
+        )
     path = Path(unquote(urlsplit(text).path) if scheme == "file" else text).expanduser()
     path = (path if path.is_absolute() else beside / path).absolute()
     try:

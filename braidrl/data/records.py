@@ -92,17 +92,21 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
     try:
         with quiet():
             if path.is_dir():
-                files = datasets.load_dataset_builder(str(path), source.subset).config.data_files or {}
-                splits = list(map(str, files))
+                saved = saved_splits(path)
+                files = {} if saved else datasets.load_dataset_builder(str(path), source.subset).config.data_files or {}
+                splits = list(map(str, saved or files))
                 split = source.split or (splits[0] if len(splits) == 1 else usual_split)
                 if split not in splits:
                     remedy = f"{suggest(split, splits)} Set `split` of this source to one of {', '.join(splits)}."
                     raise UserError(f"{path} has no split {split!r}. {remedy}")
                 lines = [Path(file) for file in files.get(split, ())]
-                if all(file.suffix in (".jsonl", ".json") for file in lines):
+                if lines and all(file.suffix in (".jsonl", ".json") for file in lines):
                     yield from enumerate((record for file in lines for _, record in read_objects(file)), start=1)
                     return
-                rows = datasets.load_dataset(str(path), source.subset, split=split, streaming=True)
+                if saved:
+                    rows = saved[split].to_iterable_dataset()
+                else:
+                    rows = datasets.load_dataset(str(path), source.subset, split=split, streaming=True)
             else:
                 file = glob.escape(str(path))
                 rows = datasets.load_dataset(
@@ -128,6 +132,16 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
                 "a part"
             ) from error
         raise UserError(f"{path} is not a readable parquet file: {' '.join(str(cause).split())}") from None
+
+
+def saved_splits(path: Path) -> Mapping[str, Any]:
+    """Return the splits of a folder that `save_to_disk` of `datasets` wrote; none of another folder."""
+    import datasets
+
+    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return {}
+    saved = datasets.load_from_disk(str(path))
+    return saved if isinstance(saved, Mapping) else {"train": saved}
 
 
 @contextmanager

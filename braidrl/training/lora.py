@@ -117,15 +117,16 @@ def with_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
 def add_to_tower(model: Any, lora: LoraConfig) -> None:
     """Add adapters to linear layers outside a model's text part. Raises UserError for a target that it lacks."""
     parts = [getattr(base_of(model), name) for name in modules_beside_text(model)]
-    linear = [{n.rpartition(".")[2] for n, m in part.named_modules() if isinstance(m, nn.Linear)} for part in parts]
-    available = set[str]().union(*linear)
+    linear = [[name for name, module in part.named_modules() if isinstance(module, nn.Linear)] for part in parts]
+    available = {name.rpartition(".")[2] for names in linear for name in names}
     if lacking := [target for target in lora.vision_targets if target not in available]:
         raise UserError(
             f"lora.vision_targets: {type(model).__name__} has no linear layer {lacking[0]!r} in its vision tower. "
             f"{suggest(lacking[0], available)}"
         )
     for part, names in zip(parts, linear, strict=True):
-        if targets := [target for target in lora.vision_targets if target in names]:
+        # By whole names: a convolution of patches may be called as a linear layer is.
+        if targets := [name for name in names if name.rpartition(".")[2] in lora.vision_targets]:
             config = peft_config(lora, of_experts=False, targets=targets)
             import_optional("peft", "lora", "lora").inject_adapter_in_model(config, part, NAME)
 

@@ -6,10 +6,13 @@ import base64
 import io
 import json
 import struct
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
@@ -17,7 +20,7 @@ from rich.console import Console
 
 from braidrl.cli.show_data import show_data
 from braidrl.config import DataConfig, ImagesConfig, SourceConfig, parse_config
-from braidrl.data.images import ImageStore, names_in, with_images
+from braidrl.data.images import BrokenImage, ImageStore, names_in, with_images
 from braidrl.data.loader import PromptLoader, as_rows
 from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.data.sources import Reading
@@ -86,6 +89,74 @@ def test_parquet_with_undecoded_images_of_datasets_is_read_as_bytes(tmp_path: Pa
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "shapes.parquet")
     first, second = names(tmp_path / "shapes.parquet", vision)
     assert vision.store.content(first[0]) == RED and second == []
+
+
+def test_a_folder_of_save_to_disk_is_read_with_its_images(tmp_path: Path, vision: Vision) -> None:
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    rows = {"prompt": ["<image>where ?", "no image"], "image": [{"bytes": RED, "path": None}, None]}
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    saved.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": saved, "other": saved.select([1])}).save_to_disk(tmp_path / "two")
+    first, second = names(tmp_path / "one", vision)
+    assert vision.store.content(first[0]) == RED and second == []
+    assert names(tmp_path / "two", vision) == [first, []]
+    assert names(tmp_path / "two", vision, split="other") == [[]]
+    with pytest.raises(UserError, match=r"no split 'oter'.*other"):
+        names(tmp_path / "two", vision, split="oter")
+
+
+class Site(BaseHTTPRequestHandler):
+    """Serves a red square, an error, and a redirection to a file."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if self.path == "/there":
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/passwd")
+            self.end_headers()
+            return
+        self.send_response(200 if self.path == "/red.png" else 404)
+        self.end_headers()
+        self.wfile.write(RED)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        Site.asked.clear()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_an_address_is_fetched_once_and_only_if_asked(tmp_path: Path, vision: Vision, site: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": f"{site}/red.png"}}
+    records = [
+        {"prompt": "<image>where ?", "images": [f"{site}/red.png"]},
+        {"prompt": [{"role": "user", "content": [part, {"type": "text", "text": "where ?"}]}]},
+    ]
+    path = write_jsonl(tmp_path / "addresses.jsonl", records)
+    with pytest.raises(UserError, match=r"is not fetched; write data\.images\.fetch=true"):
+        names(path, vision)
+    assert not Site.asked
+    fetching = replace(vision, store=replace(vision.store, fetches=True))
+    for _ in range(2):
+        (first,), (second,) = names(path, fetching)
+    assert first == second and vision.store.content(first) == RED and Site.asked == ["/red.png"]
+
+
+@pytest.mark.parametrize(("path", "fault"), [("/none.png", "404"), ("/there", "redirect")])
+def test_an_address_that_cannot_be_fetched_is_a_broken_image(path: str, fault: str, vision: Vision, site: str) -> None:
+    store = replace(vision.store, fetches=True)
+    with pytest.raises(BrokenImage, match=f"cannot be fetched: .*{fault}"):
+        store.add(site + path, Path.cwd())
 
 
 def test_marks_stand_where_written_and_before_the_first_user_text_without_any() -> None:

@@ -20,7 +20,7 @@ def test_the_tower_has_adapters_and_a_learning_rate_of_its_own(tmp_path: Path) -
     tower, text = "weight model.visual.blocks.0.attn.qkv.weight", "weight model.language_model.norm.weight"
     settings: list[dict[str, Any]] = [
         {"train_vision": True, "vision_learning_rate": 1e-9},
-        {"lora": {"rank": 2, "vision_targets": ["qkv"]}, "learning_rate": 1e-2},
+        {"lora": {"rank": 2, "vision_targets": ["qkv", "proj"]}, "learning_rate": 1e-2},
     ]
     changed = []
     for trainer in settings:
