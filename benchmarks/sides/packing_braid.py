@@ -51,7 +51,9 @@ class PaddedWorker(RoleWorker):
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
 
-    def micro_batches(self, rows: Rows, whole_groups: bool = False, may_share: bool = True) -> list[MicroBatch]:
+    def micro_batches(
+        self, rows: Rows, whole_groups: bool = False, may_share: bool = True, trains: bool = False
+    ) -> list[MicroBatch]:
         """Pack a fixed number of rows at a time, in the given order."""
         starts = range(0, len(rows), self.rows_at_once)
         plan = [list(range(start, min(start + self.rows_at_once, len(rows)))) for start in starts]

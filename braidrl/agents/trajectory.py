@@ -15,9 +15,9 @@ from torch import Tensor
 
 from braidrl.agents.turns import EnvironmentFailed
 from braidrl.algorithms.ragged import Ragged, observation_mask
-from braidrl.data.rows import Column, FinishReason, Objects, Rows, Uid
+from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.data.token_columns import VERSIONS, TokenColumn, padded, returned_columns, token_columns
-from braidrl.data.vision import ImageSpan, moved
+from braidrl.data.vision import ImageSpan, image_columns, moved
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
@@ -265,7 +265,7 @@ def trajectory_columns(
     counted = [t.finish_reason is not FinishReason.ERROR and not t.idle for t in trajectories]
     mask, sequences = generated["action_mask"], generated["sequence_lengths"]
     assert isinstance(mask, Ragged) and isinstance(sequences, Ragged)
-    images = {"images": Objects(tuple([list(span) for span in t.images] for t in trajectories))} if sees else {}
+    images = image_columns([t.images for t in trajectories]) if sees else {}
     observed = mask.with_values(observation_mask(mask, sequences).to(torch.int64))
     return {
         "prompt": Ragged.from_rows(prompts, torch.int64),

@@ -29,7 +29,7 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
 from braidrl.data.tables import RESPONSES
-from braidrl.data.vision import ImageSpan, moved
+from braidrl.data.vision import ImageSpan, image_columns, moved
 from braidrl.errors import UserError
 
 # Shares of the weights are integer multiples of 1/UNIT, so that counting is exact for any admission number.
@@ -190,7 +190,8 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
     Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata: the example's fields,
     "prompt", "answer", "tools" and arguments of the chat template; with responses of the data also response, int64
-    token ids, and response_mask, bool, the trained tokens; for a multimodal model also images, their spans.
+    token ids, and response_mask, bool, the trained tokens; for a multimodal model also images, their spans,
+    and image_tokens.
 
     A pair of responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
     """
@@ -211,10 +212,9 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
         "metadata": Objects(tuple(metadata)).take(prompt_of_row),
     }
     if admitted and admitted[0].images is not None:
-        spans = [[list(span) for span in images] for a in admitted for images in a.images or ()]
-        columns["images"] = Objects(tuple(spans)).take(
-            torch.arange(len(spans)) if response_count == 2 else prompt_of_row
-        )
+        images = [spans for a in admitted for spans in a.images or ()]
+        of_rows = range(len(images)) if response_count == 2 else prompt_of_row.tolist()
+        columns |= image_columns([images[number] for number in of_rows])
     if response_count:
         responses = [r for a in admitted for r in a.given]
         rows = torch.arange(len(responses)) if response_count == 2 else prompt_of_row

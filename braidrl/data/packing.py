@@ -22,7 +22,7 @@ which micro-batches of one size could not balance.
 import heapq
 from bisect import insort
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -155,20 +155,34 @@ def _largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
     return [items_of[part].tolist() for part in np.argsort(-loads, kind="stable")]
 
 
+class Preferred(NamedTuple):
+    """Costs of rows that micro-batches should share equally, and groups of rows that are less work together."""
+
+    costs: Sequence[float]
+    groups: Sequence[int] | None = None
+
+
 def plan_micro_batches(
-    lengths: Sequence[int], max_tokens: int, uids: Sequence[Any] | None = None, groups: Sequence[int] | None = None
+    lengths: Sequence[int],
+    max_tokens: int,
+    uids: Sequence[Any] | None = None,
+    groups: Sequence[int] | None = None,
+    preferred: Preferred | None = None,
 ) -> list[list[int]]:
     """Divide a rank's rows, given their lengths, into micro-batches of at most `max_tokens`; return row positions by
     micro-batch.
 
-    The heaviest comes first. Rows of one of `groups` share a micro-batch, as some losses need. Raises UserError, with
-    its uid, for a row over the limit.
+    The heaviest comes first. Rows of one of `groups` share a micro-batch, as some losses need. Micro-batches have equal
+    costs of `preferred`, with its groups whole, where that takes at most half as many more than equal tokens. Raises
+    UserError, with its uid, for a row over the limit.
     """
     if groups is not None:
         # Plan with the sums of each group, then replace each group by its rows.
         members = rows_by_group(groups)
         names = [f"group {groups[rows[0]]}, which must stay whole," for rows in members]
-        batches = plan_micro_batches([sum(lengths[row] for row in rows) for rows in members], max_tokens, names)
+        costs = preferred and Preferred([sum(preferred.costs[row] for row in rows) for rows in members])
+        tokens = [sum(lengths[row] for row in rows) for rows in members]
+        batches = plan_micro_batches(tokens, max_tokens, names, preferred=costs)
         return [sorted(row for item in batch for row in members[item]) for batch in batches]
     if (long := next((row for row, length in enumerate(lengths) if length > max_tokens), None)) is not None:
         uid = uids[long] if uids is not None else long
@@ -179,8 +193,29 @@ def plan_micro_batches(
             f"write trainer.max_tokens_per_device={lengths[long]} or lower rollout.max_response_tokens"
         )
     count = max(1, -(-sum(lengths) // max_tokens))
-    while True:
-        plan = balanced_partition(lengths, count)
-        if all(sum(lengths[row] for row in part) <= max_tokens for part in plan):
-            return [part for part in plan if part]
+    while (plan := _within(lengths, max_tokens, balanced_partition(lengths, count))) is None:
         count += 1
+    if preferred is None:
+        return plan
+    groups = preferred.groups and _parts_of_groups(lengths, preferred.groups, max_tokens)
+    plans = (balanced_partition(preferred.costs, more, groups=groups) for more in range(count, 3 * count // 2 + 1))
+    return next(filter(None, (_within(lengths, max_tokens, each) for each in plans)), plan)
+
+
+def _within(lengths: Sequence[int], max_tokens: int, plan: list[list[int]]) -> list[list[int]] | None:
+    """Return the micro-batches of a plan that have rows, None if one is over the limit."""
+    fits = all(sum(lengths[row] for row in part) <= max_tokens for part in plan)
+    return [part for part in plan if part] if fits else None
+
+
+def _parts_of_groups(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> list[int]:
+    """Return the number of each row's part of its group, of which each has at most `max_tokens`."""
+    numbers, number = [0] * len(lengths), 0
+    for rows in rows_by_group(groups):
+        held = 0
+        for row in rows:
+            if held and held + lengths[row] > max_tokens:
+                number, held = number + 1, 0
+            numbers[row], held = number, held + lengths[row]
+        number += 1
+    return numbers

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braidrl.data.images import KNOWN, BrokenImage, ImageStore
+from braidrl.data.rows import Column, Objects
 from braidrl.deferred import Tensor, torch
 from braidrl.errors import UserError, first_line
 
@@ -28,6 +29,10 @@ IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 PROCESSOR_FILES = (*IMAGE_PROCESSORS, "video_preprocessor_config.json")
 """Files of a model's folder with an image processor, and all that a processor consists of besides the tokenizer."""
 GRID = "image_grid_thw"
+IMAGE_TOKENS = "image_tokens"
+"""The index column of a row's tokens that stand for images, by which schedulers count the vision tower's work."""
+IMAGE_COLUMNS = ("images", IMAGE_TOKENS)
+"""The columns of rows for a model that sees."""
 Expansion = Callable[["Vision", str], list[int]]
 """Returns the ids that stand for an image, given its name."""
 
@@ -177,6 +182,13 @@ def keep(cache: dict[str, Any], name: str, value: Any) -> None:
     if len(cache) >= KNOWN:
         del cache[next(iter(cache))]
     cache[name] = value
+
+
+def image_columns(images: Sequence[Sequence[ImageSpan]]) -> dict[str, Column]:
+    """Return the columns of the images of B rows: `images`, their spans, and the index column `image_tokens`, (B,)."""
+    spans = Objects(tuple([list(span) for span in of_row] for of_row in images))
+    tokens = torch.tensor([sum(span.tokens for span in of_row) for of_row in images], dtype=torch.int64)
+    return {"images": spans, IMAGE_TOKENS: tokens}
 
 
 def untrained_images(trained: Sequence[bool], spans: Sequence[ImageSpan]) -> list[bool]:

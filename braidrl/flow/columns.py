@@ -19,7 +19,7 @@ from braidrl.flow.stage import Stage, default_name
 ADMISSION = "admission"
 ADMITTED = ("source", "group", "sample", "prompt", "prompt_length", "metadata")
 # Columns that admission writes where the data files have the field.
-ADMITTED_IF_GIVEN = ("response", "response_mask", "ptx_tokens", "images")
+ADMITTED_IF_GIVEN = ("response", "response_mask", "ptx_tokens", "images", "image_tokens")
 
 
 @dataclass(frozen=True)

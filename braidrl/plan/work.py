@@ -101,12 +101,6 @@ def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool
     return operations.forward_operations(sizes, counts)
 
 
-def tower_operations(shape: Shape, lengths: Lengths, rows: float) -> float:
-    """Return the operations of a vision tower's forward pass over the images of `rows` rows."""
-    merge = getattr(getattr(shape.config, "vision_config", None), "spatial_merge_size", None) or 1
-    return 2.0 * shape.tower * rows * lengths.seen * merge**2
-
-
 def model_work(
     phase: Phase,
     shape: Shape,
@@ -227,7 +221,9 @@ def train_work(
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
     work = model_work("train", shape, layout, share, max_tokens, passes, scalar, node)
     if trains_tower:
-        work = work._replace(operations=work.operations + passes * tower_operations(shape, lengths, share.rows))
+        work = work._replace(
+            operations=work.operations + passes * operations.tower_operations(shape, share.rows * lengths.seen)
+        )
     held = local_parameters(shape, layout) * shape.trained / shape.parameters
     work = work._replace(memory=held * OPTIMIZER_BYTES)
     return Work("train", *(number * updates * epochs for number in work[1:]))
@@ -239,7 +235,7 @@ def infer_work(
     """Return the work of one forward pass over a batch; the `samples` rows of a prompt share its encoded images."""
     share = share_of(lengths, layout.data or 1)
     work = model_work("infer", shape, layout, share, max_tokens, 1.0, scalar, node)
-    encoded = tower_operations(shape, lengths, max(1.0, share.rows / samples))
+    encoded = operations.tower_operations(shape, max(1.0, share.rows / samples) * lengths.seen)
     return work._replace(operations=work.operations + encoded)
 
 
@@ -270,7 +266,7 @@ def generate_work(
     path = operations.decoding(drawn, slots, multiple)
     computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
     context = float((drawn * prompt + drawn * drawn / 2.0).sum())
-    computed += tower_operations(shape, lengths, prompts)
+    computed += operations.tower_operations(shape, prompts * lengths.seen)
     sizes = operations.MatrixSizes.of(config, shape.parameters - shape.tower, False, shape.idle)
     decoded = (2.0 * (sizes.body - sizes.idle + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
     read = operations.decoding_bytes(sizes, shape.element_bytes, path.steps, context) / tensor

@@ -27,6 +27,7 @@ from braidrl.algorithms.ragged import Ragged, observation_mask
 from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import IDENTITY, ROWS_SHOWN, FinishReason, Rows, named_rows
 from braidrl.data.token_columns import of_all_tokens
+from braidrl.data.vision import IMAGE_COLUMNS
 from braidrl.errors import UserError
 from braidrl.flow.signatures import CHOICES, called, columns_in_training, entry_of, form_of, log_probs_column
 
@@ -64,7 +65,7 @@ class Likelihood:
             mask: Ragged = rows["action_mask"]
             columns["action_mask"] = mask.with_values(observation_mask(mask, rows["sequence_lengths"]))
             columns["action_tokens"] = rows["observation_tokens"]
-            columns |= {"images": rows["images"]} if "images" in rows else {}
+            columns |= {name: rows[name] for name in IMAGE_COLUMNS if name in rows}
         else:
             tokens: Ragged = rows["ptx_tokens"]
             first = torch.zeros(len(tokens.values), dtype=torch.bool)

@@ -9,6 +9,8 @@ not count.
 
 Each decode step reads all matrices once, and all earlier keys and values of each row (Pope et al., arXiv 2211.05102,
 section 2).
+
+A vision tower of P parameters takes 2·P operations for each patch of an image.
 """
 
 import heapq
@@ -23,7 +25,7 @@ import torch
 from braidrl.cluster.device_kinds import known_kinds
 from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import families_of
-from braidrl.training.memory.footprint import ModelSizes
+from braidrl.training.memory.footprint import ModelSizes, Shape
 
 
 class MatrixSizes(NamedTuple):
@@ -82,6 +84,14 @@ def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
     """
     products = 2.0 * ((sizes.body - sizes.idle) * counts.tokens + sizes.head * counts.predicted)
     return products + 4.0 * sizes.queries * counts.pairs
+
+
+def tower_operations(shape: Shape, image_tokens: float) -> float:
+    """Return the operations of a vision tower's forward pass over images that stand for so many tokens, without the
+    attention within an image.
+    """
+    merge = getattr(getattr(shape.config, "vision_config", None), "spatial_merge_size", None) or 1
+    return 2.0 * shape.tower * image_tokens * merge**2
 
 
 def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, attended: float) -> float:

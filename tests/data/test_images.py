@@ -152,7 +152,7 @@ def test_an_address_is_fetched_once_and_only_if_asked(tmp_path: Path, vision: Vi
     assert first == second and vision.store.content(first) == RED and Site.asked == ["/red.png"]
 
 
-@pytest.mark.parametrize(("path", "fault"), [("/none.png", "404"), ("/there", "redirect")])
+@pytest.mark.parametrize(("path", "fault"), [("/none.png", "404"), ("/there", "Redirection")])
 def test_an_address_that_cannot_be_fetched_is_a_broken_image(path: str, fault: str, vision: Vision, site: str) -> None:
     store = replace(vision.store, fetches=True)
     with pytest.raises(BrokenImage, match=f"cannot be fetched: .*{fault}"):

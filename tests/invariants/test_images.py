@@ -161,7 +161,7 @@ def test_adapters_of_the_text_part_learn_from_rows_with_images(seeing: Workshop)
 @pytest.mark.parametrize(
     ("rollout", "remedy"),
     [
-        ({"engine": "http", "servers": {"urls": "http://127.0.0.1:1"}}, "engine=embedded or vllm"),
+        ({"engine": "http", "servers": {"urls": "http://127.0.0.1:1", "dialect": "sglang"}}, "engine=embedded or vllm"),
         ({"engine": "engine.py:Engine"}, "engine=embedded or vllm"),
         ({"engine": "vllm", "engines": 0}, "engines=1"),
     ],

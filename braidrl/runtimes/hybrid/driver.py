@@ -45,7 +45,7 @@ from braidrl.runtimes.hybrid.group import (
     Partition,
     RunWorkers,
     WorkerGroup,
-    by_length,
+    by_cost,
     rows_of_ranks,
     wait_all,
     where_computed,
@@ -171,7 +171,8 @@ class HybridBackend:
         if "group_tokens" in objective.aggregation.reads:
             counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
             table = table.with_output(counted)
-        table = replace(table, parts=by_length(rows, group.mesh.size, objective.whole_groups))
+        parts = by_cost(rows, group.mesh.size, self.config, objective.role, True, objective.whole_groups)
+        table = replace(table, parts=parts)
         reads = frozenset((*columns_read(stage), *table.index, "group_tokens"))
         futures = group.call(method, table, counts, stage, iteration, reads=reads)
         self.training.append(Output(stage, None, iteration, sums, group, futures))
@@ -312,16 +313,20 @@ class HybridBackend:
             if stage.scope is Scope.GROUP:
                 groups = table.index["group"].tolist()
                 return home if holders else None, balanced_partition([1.0] * len(table), home.mesh.size, groups=groups)
-            return where_computed(table, holders) if holders else (None, by_length(table.index, home.mesh.size))
+            if not holders:
+                return None, by_cost(table.index, home.mesh.size, self.config)
+            return where_computed(table, holders)
         if stage.type == "verify":
             tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
             generated = [o for o in table.outputs if o.stage.type == "generate" and tokens in o.stage.writes]
-            return where_computed(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
+            if not generated:
+                return home, by_cost(table.index, home.mesh.size, self.config)
+            return where_computed(table, generated)
         group = self.groups[stage.role]
         if stage.kind is Kind.GENERATE:
             group = self.groups.get(stage.role + GENERATE, group)
         if stage.type != "generate":
-            return group, by_length(table.index, group.mesh.size)
+            return group, by_cost(table.index, group.mesh.size, self.config, stage.role)
         # All rows of a prompt are generated on one rank, unless ranks would have no work.
         costs, prompts = table.index["prompt_length"].tolist(), table.index["group"].tolist()
         enough = len(set(prompts)) >= group.mesh.size

@@ -17,6 +17,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, room_for
 from braidrl.cluster.watchdog import mute_after
+from braidrl.config import Config
 from braidrl.data.curricula import Units
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, named_rows
@@ -28,6 +29,7 @@ from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, sign_o
 from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
+from braidrl.training.row_costs import balance_of
 
 DEATH_S = 2.0
 """Seconds until Ray reports a worker's end that others have noticed."""
@@ -341,12 +343,12 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
     return group, rows_of_ranks(ranks, group.mesh.size)
 
 
-def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
-    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown; `whole_groups` stay on one
-    rank.
-    """
-    costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
-    return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
+def by_cost(
+    index: Rows, ranks: int, config: Config, role: str | None = None, trains: bool = False, whole_groups: bool = False
+) -> Partition:
+    """Partition rows by equal work of a role, by default by tokens; `whole_groups` stay on one rank."""
+    costs, groups = balance_of(index, role, config, trains, ranks, whole_groups)
+    return balanced_partition(costs.tolist(), ranks, groups=None if groups is None else groups.tolist())
 
 
 def rows_of_ranks(rank_of: Iterable[int], ranks: int) -> Partition:

@@ -12,7 +12,7 @@ from braidrl.agents.listening import endpoint_key
 from braidrl.agents.spans import check_spans
 from braidrl.config import Config
 from braidrl.config.data import RewardConfig
-from braidrl.data.vision import has_image_processor
+from braidrl.data.vision import IMAGE_COLUMNS, has_image_processor
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import check_update_size
@@ -96,8 +96,8 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
 
 
 def with_images(flow: Flow, config: Config) -> Flow:
-    """Return the flow of a model that takes images: its models read the column `images`, and environments write
-    it too.
+    """Return the flow of a model that takes images: its models read the columns of images, and environments write
+    them too.
     """
     if not has_image_processor(config.model):
         return flow
@@ -110,8 +110,8 @@ def with_images(flow: Flow, config: Config) -> Flow:
     for stage in flow.stages:
         if stage.kind in (Kind.GENERATE, Kind.INFER) or is_optimized(stage):
             of, spaces = stage.params.get("of"), namespaces_of(stage.params) if "environment" in stage.params else ()
-            optional = (*stage.optional, "images", *in_namespace(of, ("images",) if of else ()))
-            writes = tuple(f"{into}.images" if into else "images" for into in spaces)
+            optional = (*stage.optional, *IMAGE_COLUMNS, *in_namespace(of, IMAGE_COLUMNS if of else ()))
+            writes = tuple(f"{into}.{name}" if into else name for into in spaces for name in IMAGE_COLUMNS)
             stage = replace(stage, optional=optional, writes=(*stage.writes, *writes))
         stages.append(stage)
     return Flow(flow.name, stages)

@@ -38,6 +38,7 @@ from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners
 from braidrl.training.objective import Accumulated, UpdateCounts
 from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.roles.checkpoint import Write
+from braidrl.training.row_costs import balance_of
 
 
 class RankBackend:
@@ -203,10 +204,10 @@ class RankBackend:
             later = self.flow.stages[self.flow.stages.index(stage) :]
             needed = [column.name for s in later for column in self.flow.inputs[s.name]]
         index, owner = table.index, table.owner.clone()
-        lengths = index["length"] if "length" in index else torch.ones_like(owner)
+        costs, groups = balance_of(index, stage.role, self.config, False, self.world.size)
         rows = self.config.trainer.rows_per_update or len(index)
         if rows == len(index) or len(index) % rows:
-            owner = balanced_owners(lengths, owner, self.world.size)
+            owner = balanced_owners(costs, owner, self.world.size, groups)
         else:
             updates = update_plan(
                 index["group"].numpy(),
@@ -217,7 +218,8 @@ class RankBackend:
                 iteration=self.exchange.iteration,
             )
             for update in map(torch.as_tensor, updates):
-                owner[update] = balanced_owners(lengths[update], owner[update], self.world.size)
+                whole = None if groups is None else groups[update]
+                owner[update] = balanced_owners(costs[update], owner[update], self.world.size, whole)
         return self.exchange.move(stage.name, table, owner, needed)
 
     def totals(self, stage: Stage, table: Shard) -> dict[str, float]:
@@ -262,9 +264,9 @@ class RankBackend:
         """Return one update on its training ranks: the counts of all rows, and the local rows."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
         objective = self.executor.objective(stage)
-        groups = part.index["group"] if objective.whole_groups else None
-        lengths = of_namespace(part.index, objective.namespace)["length"]
-        owner = balanced_owners(lengths, part.owner, self.world.size, groups)
+        index, size = of_namespace(part.index, objective.namespace), self.world.size
+        costs, groups = balance_of(index, stage.role, self.config, True, size, objective.whole_groups)
+        owner = balanced_owners(costs, part.owner, size, groups)
         part = self.exchange.move(stage.name, part, owner, self._reads(stage))
         with self.exchange.working(stage, part.rows):
             yield self.executor.update(objective, part.index, part.rows)

@@ -30,6 +30,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.work import LeasedRows
 from braidrl.training.objective import COUNTED, Accumulated, UpdateCounts
+from braidrl.training.row_costs import balance_of
 
 
 class Trainer:
@@ -87,10 +88,12 @@ class Trainer:
         if self.world.size == 1:
             work.index = work.read().index
         else:
-            # An equal share of the tokens of each dispatch.
-            lengths, share = work.index["length"].tolist(), list[int]()
+            # An equal share of the work on each dispatch.
+            role, config, share = self.consumer.updates[0].role, self.executor.config, list[int]()
             for positions in self._dispatches(range(work.size)):
-                parts = balanced_partition([lengths[position] for position in positions], self.world.size)
+                costs, groups = balance_of(work.index.take(positions), role, config, True, self.world.size)
+                together = None if groups is None else groups.tolist()
+                parts = balanced_partition(costs.tolist(), self.world.size, groups=together)
                 share += [positions[number] for number in sorted(parts[self.world.rank])]
             work.read(share)
         self.rows_left -= work.size

@@ -63,6 +63,7 @@ from braidrl.runtimes.streaming.work import (
 from braidrl.training.backends import ShardedBackend
 from braidrl.training.roles.copies import copied_parts
 from braidrl.training.roles.worker import torch_worker
+from braidrl.training.row_costs import balance_of
 
 SOON_S = 0.2
 """Longest wait of a leader for work while other ranks wait for it."""
@@ -258,8 +259,10 @@ class StageLoop:
             if self.world.size == 1:
                 work.read()
             else:
-                lengths = work.index["length"].tolist() if "length" in work.index else [1.0] * work.size
-                work.read(balanced_partition(lengths, self.world.size)[self.world.rank])
+                role, config, size = consumer.stages[0].role, self.context.executor.config, self.world.size
+                costs, groups = balance_of(work.index, role, config, False, size)
+                together = None if groups is None else groups.tolist()
+                work.read(balanced_partition(costs.tolist(), size, groups=together)[self.world.rank])
         except Evicted:
             is_whole = False
         if not all(self.world.gather("the ranks that have their rows", is_whole)):

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from braidrl.algorithms.ragged import offsets_of
-from braidrl.data.packing import plan_micro_batches
+from braidrl.data.packing import Preferred, plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.data.token_columns import of_all_tokens
+from braidrl.data.vision import IMAGE_TOKENS
 from braidrl.training.compute.attention import (
     AttentionContext,
     Forward,
@@ -283,8 +284,12 @@ def saves_enough(rows: Rows, rope_lengths: RopeLengths = SAME) -> bool:
     return families is not None and total - sum(family.tokens for family in families) >= LEAST_SAVED * total
 
 
-def plan_shared(rows: Rows, max_tokens: int, rope_lengths: RopeLengths = SAME) -> list[list[int]]:
+def plan_shared(
+    rows: Rows, max_tokens: int, rope_lengths: RopeLengths = SAME, image_price: float = 0.0
+) -> list[list[int]]:
     """Return each micro-batch's rows, counting shared prompts once and splitting families.
+
+    The work on a token of an image costs `image_price` tokens.
 
     Raises UserError for a row over the limit.
     """
@@ -298,7 +303,11 @@ def plan_shared(rows: Rows, max_tokens: int, rope_lengths: RopeLengths = SAME) -
             held += length
         parts.append(Family(family.prompt, family.responses[start:], family.rows[start:]))
     uids = rows.uids()
-    plan = plan_micro_batches([part.tokens for part in parts], max_tokens, [uids[part.rows[0]] for part in parts])
+    tokens, preferred = [part.tokens for part in parts], None
+    if image_price:
+        images = rows[IMAGE_TOKENS].tolist()
+        preferred = Preferred([part.tokens + image_price * images[part.rows[0]] for part in parts])
+    plan = plan_micro_batches(tokens, max_tokens, [uids[part.rows[0]] for part in parts], preferred=preferred)
     return [sorted(row for number in batch for row in parts[number].rows) for batch in plan]
 
 

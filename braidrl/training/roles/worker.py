@@ -27,9 +27,10 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.process_groups import background_group
 from braidrl.cluster.world import Ranks
 from braidrl.config import Config
-from braidrl.data.packing import plan_micro_batches
+from braidrl.data.packing import Preferred, plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.data.token_columns import ROUTED_EXPERTS
+from braidrl.data.vision import IMAGE_TOKENS
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.native.malloc import keep_freed_memory
@@ -67,6 +68,7 @@ from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import merges_adapters, settings_of
 from braidrl.training.roles import checkpoint
+from braidrl.training.row_costs import image_token_cost, row_costs
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles, block_in, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
@@ -265,19 +267,26 @@ class RoleWorker(ShardedBackend):
             and saves_enough(rows, self.rope_lengths)
         )
 
-    def micro_batches(self, rows: Rows, whole_groups: bool = False, may_share: bool = True) -> list[MicroBatch]:
+    def micro_batches(
+        self, rows: Rows, whole_groups: bool = False, may_share: bool = True, trains: bool = False
+    ) -> list[MicroBatch]:
         """Pack rows into micro-batches of at most `max_tokens`, and add empty ones up to the greatest number of any
         rank.
 
         With `whole_groups` a micro-batch holds complete groups. If rows `may_share`, each shared prompt is packed once.
+        If the pass `trains`, the work on images counts a backward pass.
         """
         # Decided for all rows: a part that saves little by sharing would exceed its planned limit without it.
         plan, shares = list[list[int]](), may_share and self.shares_prompts(rows)
+        price = image_token_cost(self.role, self.config, trains) if IMAGE_TOKENS in rows else 0.0
         if shares and not whole_groups:
-            plan = plan_shared(rows, self.max_tokens, self.rope_lengths)
+            plan = plan_shared(rows, self.max_tokens, self.rope_lengths, price)
         elif len(rows):
-            groups = rows["group"].tolist() if whole_groups else None
-            plan = plan_micro_batches(rows["tokens"].lengths.tolist(), self.max_tokens, rows.uids(), groups)
+            lengths, groups, preferred = rows["tokens"].lengths, rows["group"].tolist(), None
+            if price:
+                preferred = Preferred(row_costs(rows, lengths, price, together=True).tolist(), groups)
+            whole = groups if whole_groups else None
+            plan = plan_micro_batches(lengths.tolist(), self.max_tokens, rows.uids(), whole, preferred)
         batches = []
         for numbers in plan:
             part = rows.take(numbers)
@@ -355,7 +364,7 @@ class RoleWorker(ShardedBackend):
         set_training(self.model, True)
         terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
         for term in terms:
-            batches = self.micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
+            batches = self.micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups, trains=True)
             self.optimizer.collect(term.denominator)
 
             def loss_of(
