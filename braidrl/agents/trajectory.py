@@ -341,10 +341,10 @@ def response_columns(rows: Rows, finished: Sequence[Response], columns: Sequence
     ordered, prompts = [by_uid[uid] for uid in uids], rows["prompt"]
     both = zip(prompts.unbind(), ordered, strict=True)
     tokens = Ragged.from_rows([torch.cat([prompt, response.tokens]) for prompt, response in both], torch.int64)
-    places = torch.arange(len(tokens.values)) - tokens.spread(tokens.offsets[:-1])
+    positions = torch.arange(len(tokens.values)) - tokens.spread(tokens.offsets[:-1])
     return generated_columns(
         tokens,
-        tokens.with_values(places >= tokens.spread(prompts.lengths)),
+        tokens.with_values(positions >= tokens.spread(prompts.lengths)),
         Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
         [response.per_token for response in ordered],
         [response.finish_reason for response in ordered],

@@ -71,12 +71,12 @@ def place(
         }
         parts = [(pool_roles, workers, None, None) for pool_roles in named[placement.name] if pool_roles]
     apart = {name for pool_roles, *_ in parts for name in pool_roles if name.endswith(GENERATE)}
-    places = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}
+    pool_names = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}
     return tuple(
         Pool(
             pool_roles,
             size,
-            generating=tuple(role for role, name in places.items() if name in pool_roles),
+            generating=tuple(role for role, name in pool_names.items() if name in pool_roles),
             kind=kind,
             nodes=nodes,
         )

@@ -176,8 +176,10 @@ class RayCluster:
             # The bundles of a node are neighbours, nodes in the order of their first bundles.
             firsts = list(dict.fromkeys(nodes[bundle] for bundle in sorted(nodes)))
             order = sorted(nodes, key=lambda bundle: (firsts.index(nodes[bundle]), bundle))
-            places = [Reservation(nodes[n], strategy(group, n), 1, devices_by_pool.get(pool.name, 0)) for n in order]
-            reserved.append([slot for slot in places for _ in range(pool.workers // len(order))])
+            reservations = [
+                Reservation(nodes[n], strategy(group, n), 1, devices_by_pool.get(pool.name, 0)) for n in order
+            ]
+            reserved.append([slot for slot in reservations for _ in range(pool.workers // len(order))])
         return reserved
 
     def living_nodes(self) -> dict[str, dict[str, float]]:
@@ -191,9 +193,9 @@ class RayCluster:
             if is_reachable(node["NodeManagerAddress"], node["NodeManagerPort"])
         }
 
-    def release(self, places: Sequence[Reservation]) -> None:
+    def release(self, reservations: Sequence[Reservation]) -> None:
         """Release the reservations of a pool."""
-        for group in {id(g): g for reservation in places if (g := reservation.strategy.placement_group)}.values():
+        for group in {id(g): g for reservation in reservations if (g := reservation.strategy.placement_group)}.values():
             self.ray.util.remove_placement_group(group)
             self.groups = [kept for kept in self.groups if kept.id != group.id]
 

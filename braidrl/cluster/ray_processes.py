@@ -127,7 +127,9 @@ class RayLauncher(Launcher):
 
     def reserve(self, pools: Sequence[Pool]) -> None:
         """Assign devices as every launcher does; Ray sets each actor's share of the machine's threads."""
-        self._reserved = {pool.name: places for pool, places in zip(pools, self.cluster.reserve(pools), strict=True)}
+        self._reserved = {
+            pool.name: reservations for pool, reservations in zip(pools, self.cluster.reserve(pools), strict=True)
+        }
 
     def has_room(self, pool: str, number: int) -> bool:
         return number < len(self._reserved[pool])
@@ -136,7 +138,9 @@ class RayLauncher(Launcher):
         return self._reserved[pool][number].node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        nodes = sorted({bundle.node for places in self._reserved.values() for bundle in places} - {self.node})
+        nodes = sorted(
+            {bundle.node for reservations in self._reserved.values() for bundle in reservations} - {self.node}
+        )
         services = [self.cluster.start_on(node, service, node, self._ips[node], *arguments) for node in nodes]
         answers = [started.place.remote() for started in services]
         return self.cluster.ray.get(answers, timeout=self.cluster.config.start_limit_s)

@@ -216,8 +216,10 @@ def load_train(
     check_train(data)
     template = PromptTemplate.of(tokenizer, data, vision)
     readings = [Reading(source, responses=responses, pairs=pairs, vision=vision) for source in data.training_sources]
-    places = kept if kept is not None else [None] * len(readings)
-    return [load_source(r, data, template, folders, ranks, opens) for r, folders in zip(readings, places, strict=True)]
+    kept_folders = kept if kept is not None else [None] * len(readings)
+    return [
+        load_source(r, data, template, folders, ranks, opens) for r, folders in zip(readings, kept_folders, strict=True)
+    ]
 
 
 def check_train(data: DataConfig) -> None:

@@ -120,14 +120,14 @@ class Vision:
 
         Raises UserError if there are more or fewer placeholders than images.
         """
-        places = [position for position, token in enumerate(ids) if token == self.placeholder_token]
-        if len(places) != len(names):
+        positions = [position for position, token in enumerate(ids) if token == self.placeholder_token]
+        if len(positions) != len(names):
             raise UserError(
-                f"the text has {len(places)} placeholders {self.placeholder} for {len(names)} images; use a chat "
+                f"the text has {len(positions)} placeholders {self.placeholder} for {len(names)} images; use a chat "
                 "template that writes one for each image, and remove others from the text"
             )
         expanded, spans, done = list[int](), list[ImageSpan](), 0
-        for position, name in zip(places, names, strict=True):
+        for position, name in zip(positions, names, strict=True):
             expanded += ids[done:position]
             tokens = self.expansion(name)
             spans.append(ImageSpan(name, len(expanded), len(tokens)))

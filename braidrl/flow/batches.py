@@ -231,15 +231,15 @@ class UpdatesInProgress:
 
     def add(self, piece: Any, numbers: Sequence[Sequence[int]]) -> None:
         """Add the rows of a piece; `numbers` are the updates of each."""
-        places: dict[int, list[int]] = {}
+        positions_of: dict[int, list[int]] = {}
         if numbers and numbers.count(numbers[0]) == len(numbers):
             # Mostly all rows have the same updates.
-            places = {number: list(range(len(numbers))) for number in numbers[0]}
+            positions_of = {number: list(range(len(numbers))) for number in numbers[0]}
         else:
             for position, row_updates in enumerate(numbers):
                 for number in row_updates:
-                    places.setdefault(number, []).append(position)
-        for number, positions in places.items():
+                    positions_of.setdefault(number, []).append(position)
+        for number, positions in positions_of.items():
             self._arrived[number] += len(positions)
             self._waiting.setdefault(number, deque()).append((piece, positions))
 

@@ -90,10 +90,10 @@ class Flow:
         """The roles with an optimizer, in order of first update."""
         self.changed_roles = tuple(dict.fromkeys(s.role for s in self.stages if s.kind is Kind.TRAIN and s.role))
         """The roles whose weights change during a run: trained roles, and copies of another role's weights."""
-        places = {kind: [i for i, s in enumerate(self.stages, 1) if s.kind is kind] for kind in Kind}
-        self.sampling_segment = self.stages[: max(places[Kind.SELECT], default=0)]
+        stage_numbers = {kind: [i for i, s in enumerate(self.stages, 1) if s.kind is kind] for kind in Kind}
+        self.sampling_segment = self.stages[: max(stage_numbers[Kind.SELECT], default=0)]
         """The stages up to the last `select`, which run in waves; empty for a flow without `select`."""
-        self.recorded_stages = max(places[Kind.SELECT] + places[Kind.GENERATE], default=0)
+        self.recorded_stages = max(stage_numbers[Kind.SELECT] + stage_numbers[Kind.GENERATE], default=0)
         """The number of stages before rows are recorded: all up to the last `select` or `generate`."""
         for stage in self.stages:
             learns_tokens = "loss" in stage.params and "log_probs" in loss_of(stage).reads

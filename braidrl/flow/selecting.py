@@ -406,7 +406,7 @@ def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
 # waits.
 
 
-def older_places(share: float, prompts: int) -> int | None:
+def older_slots(share: float, prompts: int) -> int | None:
     """Return how many groups of a batch of `prompts` may start on an older version than the batch's own; None means
     all.
     """
@@ -414,9 +414,9 @@ def older_places(share: float, prompts: int) -> int | None:
     return int(round((1 - share) * prompts, 6)) if share else None
 
 
-def started_too_many(started: Mapping[int, int | None], places: int) -> set[int]:
+def started_too_many(started: Mapping[int, int | None], slots: int) -> set[int]:
     """Return the started groups that exceed the slots for older groups in the next batch: all but the last by
     number.
     """
     older = sorted(group for group, version in started.items() if version is not None)
-    return set(older[: max(0, len(older) - places)])
+    return set(older[: max(0, len(older) - slots)])

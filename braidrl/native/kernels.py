@@ -61,10 +61,10 @@ def _attend(states: Sequence[Tensor | None], offsets: Tensor, longest: int, scal
     """Fill the output, or the three gradients. Raises MemoryError."""
     query, key = states[0], states[1]
     assert query is not None and key is not None
-    places = [None if tensor is None else tensor.data_ptr() for tensor in states]
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in states]
     strides = [stride for tensor in states for stride in (tensor.stride()[:2] if tensor is not None else (0, 0))]
     done = library("attention", query.dtype).attention(
-        *places,
+        *addresses,
         address(offsets, torch.int32),
         (LONG * len(strides))(*strides),
         len(offsets) - 1,

@@ -312,10 +312,10 @@ def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple
     waiting = [(sum(candidates[0].busy for candidates in options), first)]
     queued = {first}
     while waiting:
-        busy, places = heapq.heappop(waiting)
-        yield busy, tuple(candidates[rank] for candidates, rank in zip(options, places, strict=True))
+        busy, indices = heapq.heappop(waiting)
+        yield busy, tuple(candidates[rank] for candidates, rank in zip(options, indices, strict=True))
         for i, candidates in enumerate(options):
-            later = (*places[:i], places[i] + 1, *places[i + 1 :])
+            later = (*indices[:i], indices[i] + 1, *indices[i + 1 :])
             if later[i] < len(candidates) and later not in queued:
                 queued.add(later)
                 heapq.heappush(waiting, (sum(o[p].busy for o, p in zip(options, later, strict=True)), later))

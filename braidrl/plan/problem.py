@@ -315,5 +315,5 @@ def spread(lengths: IntArray, rows: int) -> IntArray:
     longest row.
     """
     midpoints = ((np.arange(rows) + 0.5) * len(lengths) / rows).astype(np.int64)
-    places: IntArray = np.argsort(lengths, kind="stable")[midpoints]
-    return places
+    positions: IntArray = np.argsort(lengths, kind="stable")[midpoints]
+    return positions

@@ -24,7 +24,7 @@ from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.flow.batches import Sizes
-from braidrl.flow.selecting import older_places
+from braidrl.flow.selecting import older_slots
 from braidrl.plan.choices import Choice, Choices, RolePart, SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
@@ -174,11 +174,11 @@ class Search:
         iteration.
         """
         quickest: Plan | None = None
-        for places in self.places(len(partition)):
+        for assignment in self.assignments(len(partition)):
             if self.is_over():
                 return quickest
             sets: list[SetChoice] = []
-            for roles, (group, size) in zip(partition, places, strict=True):
+            for roles, (group, size) in zip(partition, assignment, strict=True):
                 choice = self.choices.of_set(roles, group, size)
                 # Lower bound: an iteration takes at least as long as each set is busy.
                 if choice is None or choice.busy >= limit:
@@ -190,7 +190,7 @@ class Search:
                     quickest, limit, self.has_plan = plan, plan.seconds, True
         return quickest
 
-    def places(self, count: int) -> Iterator[list[tuple[NodeGroup, int]]]:
+    def assignments(self, count: int) -> Iterator[list[tuple[NodeGroup, int]]]:
         """Yield each assignment of `count` sets of roles to kinds of devices, with the devices of each set.
 
         Each used node group gives all of its devices to its sets.
@@ -213,12 +213,12 @@ class Search:
         config, kinds = self.problem.config, self.problem.cluster.kinds
         members = worker_groups(deploy(config.model_copy(update={"runtime": "streaming"}), self.problem.flow))
         bounded: list[tuple[float, list[SetChoice]]] = []
-        for places in self.places(len(members)):
+        for assignment in self.assignments(len(members)):
             if self.is_over():
                 break
             sets: list[SetChoice] = []
             # The fastest choice of each worker group that fits its devices.
-            for member, (group, devices) in zip(members, places, strict=True):
+            for member, (group, devices) in zip(members, assignment, strict=True):
                 room = kinds[group.kind].memory * USABLE
                 part: RolePart = "generate" if member.kind == "generate" else "model"
                 if member.policies:
@@ -320,7 +320,7 @@ def workload(problem: Problem, sets: Sequence[SetChoice], costs: Mapping[str, Co
         rows // math.gcd(problem.updates, rows),
         config.trainer.epochs,
         staleness,
-        older_groups=older_places(config.streaming.on_policy_share, prompts),
+        older_groups=older_slots(config.streaming.on_policy_share, prompts),
     )
     weights = max((costs[s.name].weights for s in problem.flow.stages if s.kind is Kind.GENERATE), default=0.0)
     # A file is written during the next batch, and then read; the workers of a process group receive weights in one

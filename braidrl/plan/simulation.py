@@ -292,7 +292,7 @@ class Streaming:
         """
         stage, batch = training.stages[0], training.batch
         if pieces := training.updates.take():
-            rows = [lease.rows[position] for lease, places in pieces for position in places]
+            rows = [lease.rows[position] for lease, positions in pieces for position in positions]
             shares = self._shares(worker, rows, stage)
             self._occupy(training, shares)
             self._note(worker, rows, shares, stage)

@@ -257,10 +257,10 @@ def generate_work(
     # The slowest engine: an even sample of all response lengths with the longest, shuffled.
     rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
     config = shape.sizes
-    places = (
+    sample = (
         np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
     )
-    drawn = lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
+    drawn = lengths.ordered[sample][np.random.default_rng(0).permutation(rows)]
     prompt = lengths.prompts.mean()
     prompts = max(1.0, rows / samples)
     path = operations.decoding(drawn, slots, multiple)

@@ -45,11 +45,11 @@ def whole_groups(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]
     """Return the rows of complete ready groups, oldest group first; the oldest rows if no group is complete and
     fits.
     """
-    places: dict[Any, list[int]] = {}
+    positions_of: dict[Any, list[int]] = {}
     for position, candidate in enumerate(ready):
-        places.setdefault(candidate.group, []).append(position)
+        positions_of.setdefault(candidate.group, []).append(position)
     chosen: list[int] = []
-    for rows in places.values():
+    for rows in positions_of.values():
         if len(rows) == ready[rows[0]].group_rows and len(chosen) + len(rows) <= most:
             chosen += rows
     return chosen or first_in(ready, most, ranks)

@@ -127,8 +127,8 @@ class StoredRows:
         """Return some columns as a part of `writer`. The rows must be in one block."""
         assert len(self.payload) <= 1, "rows that are put into the queue lie in one block"
         pieces = [p._replace(columns=[name for name in p.columns if name in names]) for p in self.payload]
-        places = {uid: position for position, uid in enumerate(self.uids())}
-        return StoredRows(self.index.only([name for name in self.index if name in names]), pieces, writer, places)
+        position_of = {uid: position for position, uid in enumerate(self.uids())}
+        return StoredRows(self.index.only([name for name in self.index if name in names]), pieces, writer, position_of)
 
 
 def pieces_without(pieces: Iterable[TablePiece], names: Collection[str]) -> list[TablePiece]:
@@ -327,11 +327,11 @@ def located(
     return [share.piece(columns) for writer, columns in chosen.items() for share in shares[writer]]
 
 
-def in_order(rows: Rows, places: Sequence[int]) -> Rows:
+def in_order(rows: Rows, positions: Sequence[int]) -> Rows:
     """Return rows by position, from the first position to the last."""
-    if list(places) == sorted(places):
+    if list(positions) == sorted(positions):
         return rows
-    return rows.take(sorted(range(len(places)), key=places.__getitem__))
+    return rows.take(sorted(range(len(positions)), key=positions.__getitem__))
 
 
 @dataclass(eq=False)

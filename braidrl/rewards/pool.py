@@ -89,13 +89,13 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
-        places = settings.processes or 1
+        slots = settings.processes or 1
         self._verifier = HostedCode(
             "verifier", ENTRY, "reward", settings, variables=settings.environment, seconds=settings.timeout_s
         )
-        self._one_by_one = [CodeHost(replace(self._verifier, trusted=True)) for _ in range(places)]
+        self._one_by_one = [CodeHost(replace(self._verifier, trusted=True)) for _ in range(slots)]
         self._idle = list(self._one_by_one)
-        self._places = asyncio.Semaphore(places)
+        self._slots = asyncio.Semaphore(slots)
         self._hosts: dict[str, CodeHost] = {}
         self._calls: dict[str, asyncio.Semaphore] = {}
         """The places of the calls of each verifier."""
@@ -123,7 +123,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 if isolated:  # it needs a separate host, with the current code
                     file = None if is_built_in else source_of(verifier.name)
                     self._hosts[key] = CodeHost(replace(self._verifier, file=file))
-                self._calls[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
+                self._calls[key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._slots
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
             argument = {"key": key, "completion": vars(completion), "limit_s": settings.timeout_s}

@@ -57,9 +57,9 @@ class Drawn(NamedTuple):
                 np.array(trajectory.actions, dtype=bool),
                 np.array(trajectory.sequence_lengths, dtype=np.int64),
             )
-            places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            positions = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             tokens[row] += actions.sum()
-            attended[row] += places[actions].sum()
+            attended[row] += positions[actions].sum()
         return Drawn(tokens, attended)
 
     @staticmethod

@@ -122,14 +122,14 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
     # Nothing can be mounted on a link inside a mounted folder: its target is shown.
     shown = {path.resolve() if shown & {*path.parents} else path for path in shown}
     files = set(code.descriptors)
-    places = sorted(path for path in shown if strict or any(path.is_relative_to(folder) for folder in hidden))
+    mount_points = sorted(path for path in shown if strict or any(path.is_relative_to(folder) for folder in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
     command = _machine(strict)
     for path in fresh:
         if path == TEMPORARY:
             command += ["--size", str(IMPORT_BYTES)]
         command += ["--dir" if path == Path("/dev/shm") else "--tmpfs", str(path)]
-    for path in places:
+    for path in mount_points:
         command += ["--ro-bind", str(path), str(path)]
     removed = [code.folder] if code.folder and code.folder in shown and not all(file.exists() for file in files) else []
     for changed in removed:  # a removed file has no mount point: its folder gets one
@@ -142,7 +142,7 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     command += ["--chdir", "/"] if strict else []
-    kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(folder) for folder in fresh)]
+    kept = [p for p in sorted({*mount_points, *files}) if any(p.is_relative_to(folder) for folder in fresh)]
     kept = [p for p in kept if not any(p != parent and p.is_relative_to(parent) for parent in kept)]
     return command, descriptors, [*map(str, fresh)], [*map(str, kept)]
 

@@ -62,19 +62,19 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     layers = len(body_of(reference).layers)
     ranks = 2 if layers % 2 == 0 else layers
     sequences = PackedSequences.of([len(row) for row in twin.rows], twin.device)
-    ids, places = torch.cat(twin.rows)[None], sequences.position_ids()
+    ids, positions = torch.cat(twin.rows)[None], sequences.position_ids()
     hidden, held = None, dict[str, nn.Parameter]()
     for rank in range(ranks):
         model = twin.model(plan)
         split_layers(model, rank, ranks)
-        hidden = run_body(model, None if rank else ids, places, sequences, hidden)
+        hidden = run_body(model, None if rank else ids, positions, sequences, hidden)
         parameters = dict(model.named_parameters())
         if rank and is_tied(model):  # ranks sum the gradients of tied embeddings
             parameters = {name: p for name, p in parameters.items() if p is not model.get_input_embeddings().weight}
         if twice := sorted(held.keys() & parameters.keys()):
             raise ValueError(f"two ranks hold {twice[0]}")
         held |= parameters
-    expected = run_body(reference, ids, places, sequences)
+    expected = run_body(reference, ids, positions, sequences)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
     assert hidden is not None
     for states in (hidden, expected):

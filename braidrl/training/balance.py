@@ -31,21 +31,21 @@ BIAS = "e_score_correction_bias"
 """Name of the buffer (E,) that transformers adds to the scores to select experts, and not to weight them."""
 
 
-def router_predictions(routing: Routing, places: Tensor) -> dict[str, Tensor]:
-    """Return router logits, scores and routes of the tokens at `places` (A,) in a watched forward pass; empty without
-    routers.
+def router_predictions(routing: Routing, positions: Tensor) -> dict[str, Tensor]:
+    """Return router logits, scores and routes of the tokens at `positions` (A,) in a watched forward pass; empty
+    without routers.
     """
     if not routing.logits:
         return {}
-    logits = routing.of_all_tokens(routing.logits)[places]
+    logits = routing.of_all_tokens(routing.logits)[positions]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.softmax(-1)
     if routing.is_sigmoid:
         scores = logits.sigmoid()
         scores = scores / scores.sum(-1, keepdim=True)
-    predictions = {LOGITS: logits, SCORES: scores, ROUTES: routing.recorded()[places]}
+    predictions = {LOGITS: logits, SCORES: scores, ROUTES: routing.recorded()[positions]}
     if routing.changed:
-        predictions[CHANGED] = routing.of_all_tokens(routing.changed)[places].detach()
+        predictions[CHANGED] = routing.of_all_tokens(routing.changed)[positions].detach()
     return predictions
 
 

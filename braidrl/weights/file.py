@@ -276,8 +276,8 @@ class SetWriter:
             for number in group.tensors:
                 by_writer.setdefault(writer_of[order[number]], []).append(number)
             groups += [
-                replace(group, tensors=places, wanted=[(rank, Box.whole(group.shape))])
-                for rank, places in by_writer.items()
+                replace(group, tensors=numbers, wanted=[(rank, Box.whole(group.shape))])
+                for rank, numbers in by_writer.items()
             ]
         self.transfer = WeightTransfer(index, groups, ranks, limit_bytes, torch.device("cpu"))
 

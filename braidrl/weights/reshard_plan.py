@@ -90,10 +90,10 @@ class ShardIndex:
                 if first not in parts:
                     parts[first] = WeightPart([first], torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
                 parts[first].names.extend(name for name in others if name not in parts[first].names)
-        places = {name: position for position, name in enumerate(self.order)}
+        position_of = {name: position for position, name in enumerate(self.order)}
 
         def place_of(name: str) -> tuple[list[int], int]:
-            return [int(number) for number in NUMBER.findall(name)], places.get(NUMBER.sub("", name), 0)
+            return [int(number) for number in NUMBER.findall(name)], position_of.get(NUMBER.sub("", name), 0)
 
         return {name: parts[name] for name in sorted(parts, key=place_of)}
 

@@ -256,8 +256,8 @@ class WeightTransfer:
             if count < 0:
                 part.put(read(piece.peer, piece.box.elements, dtype).view(piece.box.sizes), piece.box)
             elif count:
-                places = torch.unravel_index(read(piece.peer, count, PLACE).long(), piece.box.sizes)
-                part.block(piece.box)[places] = read(piece.peer, count, dtype).to(part.local)
+                positions = torch.unravel_index(read(piece.peer, count, PLACE).long(), piece.box.sizes)
+                part.block(piece.box)[positions] = read(piece.peer, count, dtype).to(part.local)
             for peer in piece.onward:
                 onward[peer].append(received[started : ends[piece.peer]])
         return onward
@@ -273,8 +273,8 @@ def changes(new: Tensor, old: Tensor) -> list[Tensor]:
     if count * (PLACE.itemsize + new.itemsize) >= new.nbytes:
         parts = [torch.tensor([-1], device=new.device), new]
     else:
-        places = differs.nonzero().flatten()
-        parts = [torch.tensor([count], device=new.device), places.to(PLACE), new[places]]
+        positions = differs.nonzero().flatten()
+        parts = [torch.tensor([count], device=new.device), positions.to(PLACE), new[positions]]
     return [part.view(torch.uint8) for part in parts]
 
 

@@ -29,7 +29,7 @@ def main(config: str, *groups: str) -> None:
         for killer in killers:
             killer.join()
         starts = {member.group.name: member.starts for member in program.processes.members}
-        runs = [place.run for place in program.processes.places.values()]
+        runs = [place.run for place in program.processes.storage_locations.values()]
     print(json.dumps({"starts": starts, "runs": runs}))
 
 

@@ -104,7 +104,7 @@ def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop
         program: Any = run.controller
         while not set(program.processes.leaders().values()) <= set(program.control.holders):
             program.wait()  # Ranks that have met listen for each other.
-        memory_of_run = program.processes.places["here"].address
+        memory_of_run = program.processes.storage_locations["here"].address
         hello = recorded_hello(program.server.address, program.processes.secret, "recorded", memory_of_run)
         assert "recorded" in program.control.holders and len(hello) > 500
         program.control.fail("recorded")

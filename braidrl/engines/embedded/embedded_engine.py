@@ -344,8 +344,8 @@ class EmbeddedEngine(SteppingEngine):
         for name, slots in by_prompt.items():
             if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that start with it.
-                places = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
-                self._cache.fill(places, self._prompts.prefixes.get(name))
+                slot_index = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
+                self._cache.fill(slot_index, self._prompts.prefixes.get(name))
             if with_routes:
                 # A prompt of one token has none.
                 routes = self._prompts.routes.get(name, column_of(ROUTED_EXPERTS).empty())

@@ -92,10 +92,10 @@ class SlotStates:
 
     def end(self, slots: Sequence[int]) -> None:
         """Make slots idle: they participate in every step, at position 0 and without effect."""
-        places = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
+        slot_index = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
         for name in ("current", "position", "shift", "drawn", "limit", "active"):
-            getattr(self, name)[places] = 0
-        self.stop_token_ids[places] = NO_TOKEN
+            getattr(self, name)[slot_index] = 0
+        self.stop_token_ids[slot_index] = NO_TOKEN
 
     def move(self, source: int, target: int) -> None:
         """Move the state of slot `source` to `target`, and make `source` idle."""
@@ -117,10 +117,10 @@ class SlotStates:
         their limit, (B,) bool.
         """
         # An idle slot writes its position 0, which the next row overwrites.
-        places = self.drawn[:, None]
-        self.tokens.scatter_(1, places, tokens[:, None])
+        positions = self.drawn[:, None]
+        self.tokens.scatter_(1, positions, tokens[:, None])
         for name, drawn in values.items():
-            index = places.view(-1, *[1] * drawn.dim()).expand(-1, 1, *drawn.shape[1:])
+            index = positions.view(-1, *[1] * drawn.dim()).expand(-1, 1, *drawn.shape[1:])
             self.per_token[name].scatter_(1, index, drawn[:, None])
         self.current.copy_(tokens)
         self.drawn += self.active

@@ -308,7 +308,7 @@ class Speculation:
         self._unread.clear()
         most = (limit - drawn)[slots] - 1
         drafts, probabilities = self.guesses.of(slots, tokens, drawn, most)
-        ordered, places = probabilities.flatten().sort(descending=True, stable=True)
+        ordered, order = probabilities.flatten().sort(descending=True, stable=True)
         likely = ordered[: max(0, self._most - len(slots))].tolist()
         likely = [probability * self.trust for probability in likely if probability > 0]
         taken = useful_guesses(likely, len(slots), self.costs, self._multiple, self._most)
@@ -319,7 +319,7 @@ class Speculation:
         self._wait = 0
         self._expected = sum(likely[:taken]) / self.trust
         # A row's guesses are in order: none is more probable than the previous one.
-        counts = torch.bincount(places[:taken] // LONGEST, minlength=len(slots))
+        counts = torch.bincount(order[:taken] // LONGEST, minlength=len(slots))
         return drafts, counts
 
     def observe(self, size: int, guesses: int, accepted: int, seconds: float) -> None:

@@ -61,7 +61,7 @@ class Router:
         """
         self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
-        self._places: dict[Uid, asyncio.Future[None]] = {}
+        self._slot_waiters: dict[Uid, asyncio.Future[None]] = {}
         """A future for each row that waits for an engine: done when it has one, or when it is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
         self._aborted: set[Uid] = set()
@@ -193,19 +193,19 @@ class Router:
                 # The engine that a row was assigned to may fail before this task resumes.
                 if (number := self._dispatcher.engine_of(uid)) is not None:
                     return number
-                waiting = self._places[uid] = loop.create_future()
+                waiting = self._slot_waiters[uid] = loop.create_future()
                 await asyncio.wait([waiting], timeout=self._give_up_s)
                 if not waiting.done() and not self.alive:
                     causes = "; ".join(str(error) for error in self.failures.values())
                     raise EngineError(f"no engine has been alive for {self._give_up_s:g} s: {causes}")
             return None
         finally:
-            self._places.pop(uid, None)
+            self._slot_waiters.pop(uid, None)
 
     def _wake(self, uid: Uid) -> None:
         """Let a row that waits for an engine check again."""
-        if uid in self._places and not self._places[uid].done():
-            self._places[uid].set_result(None)
+        if uid in self._slot_waiters and not self._slot_waiters[uid].done():
+            self._slot_waiters[uid].set_result(None)
 
     def _send(self) -> None:
         if not self._asleep:

@@ -410,9 +410,9 @@ def start_hybrid_backend(
         cluster = cluster or RayCluster(config.cluster, config.device)
         resources.callback(cluster.close)
         groups, number = list[WorkerGroup](), 0
-        for pool, places in zip(pools, cluster.reserve(pools), strict=True):
-            groups.append(WorkerGroup(pool, places, number, cluster))
-            number += len(places)
+        for pool, reservations in zip(pools, cluster.reserve(pools), strict=True):
+            groups.append(WorkerGroup(pool, reservations, number, cluster))
+            number += len(reservations)
         first = next(iter(prepared.deployment.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
         settings = config.model_dump(mode="json", exclude_unset=True)

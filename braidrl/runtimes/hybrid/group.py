@@ -42,7 +42,7 @@ class WorkerGroup:
     """The actors of a pool, in order of rank; `first` is rank 0's number among all workers of the run."""
 
     pool: Pool
-    places: Sequence[Reservation]
+    reservations: Sequence[Reservation]
     first: int
     cluster: RayCluster
     unread: deque[tuple[int, int]] = field(default_factory=deque)
@@ -59,9 +59,9 @@ class WorkerGroup:
         self.mesh = Mesh(self.pool.workers)
         self.numbers = range(self.first, self.first + self.mesh.size)
 
-    def resize(self, places: Sequence[Reservation]) -> None:
+    def resize(self, reservations: Sequence[Reservation]) -> None:
         """Continue with a new number of workers at new locations, after `end`."""
-        self.pool, self.places = replace(self.pool, workers=len(places)), places
+        self.pool, self.reservations = replace(self.pool, workers=len(reservations)), reservations
         self.unread.clear()
         self.__post_init__()
 
@@ -69,7 +69,7 @@ class WorkerGroup:
         """Start an actor for each rank under a name that other workers know, without data of the run."""
         self.actors, self.limit_s = [], self.cluster.config.start_limit_s
         self.forgotten.clear()
-        for rank, bundle in enumerate(self.places):
+        for rank, bundle in enumerate(self.reservations):
             actor = self.cluster.start(HybridWorker, bundle, name=f"{self.cluster.family}-{self.first + rank}")
             self.cluster.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
             self.actors.append(actor)
@@ -250,8 +250,10 @@ class RunWorkers:
         configured = next(pool for pool in deployment.pools if pool.name == group.pool.name)
         if configured.nodes is not None or configured.kind is not None:
             return configured.workers
-        taken = [taken_slot for neighbour in self.groups if neighbour is not group for taken_slot in neighbour.places]
-        room = room_for(nodes, taken, group.places[0].cpus, group.places[0].gpus)
+        taken = [
+            taken_slot for neighbour in self.groups if neighbour is not group for taken_slot in neighbour.reservations
+        ]
+        room = room_for(nodes, taken, group.reservations[0].cpus, group.reservations[0].gpus)
         sizes = range(min(configured.workers, room), 0, -1)
         return next((size for size in sizes if deployment.fits(replace(configured, workers=size))), 0)
 
@@ -304,11 +306,11 @@ class RunWorkers:
         size = self.size_for(group, nodes)
         if size == 0:
             raise WorkerError(f"no node that lives has room for {group.pool.name}")
-        if size == before and all(slot.node in nodes for slot in group.places):
+        if size == before and all(slot.node in nodes for slot in group.reservations):
             return ""
-        group.cluster.release(group.places)
-        (places,) = group.cluster.reserve([replace(group.pool, workers=size)])
-        group.resize(places)
+        group.cluster.release(group.reservations)
+        (reservations,) = group.cluster.reserve([replace(group.pool, workers=size)])
+        group.resize(reservations)
         configured = next(pool.workers for pool in self.prepared.deployment.pools if pool.name == group.pool.name)
         return f"{group.pool.name} continues with {size} of {configured} workers" if size != before else ""
 
@@ -337,8 +339,8 @@ def where_computed(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGrou
     workers = torch.full((len(table),), -1)
     for output in outputs:
         rows = table.rows[table.outputs.index(output)]
-        places = ((rows >= 0) & (workers < 0)).nonzero().flatten()
-        workers[places] = output.worker[rows[places]]
+        positions = ((rows >= 0) & (workers < 0)).nonzero().flatten()
+        workers[positions] = output.worker[rows[positions]]
     ranks = [worker - group.first if worker in group.numbers else 0 for worker in workers.tolist()]
     return group, rows_of_ranks(ranks, group.mesh.size)
 

@@ -119,8 +119,8 @@ class Output:
         self.payload = frozenset(column for answer in answers for column in answer.columns)
         pieces = list[tuple[Tensor, Rows]]()
         for future, answer in zip(self.futures, answers, strict=True):
-            places = (self.worker == future.worker).nonzero().flatten()
-            pieces.append((places, unpack_rows(answer.index).take(self.row[places])))
+            positions = (self.worker == future.worker).nonzero().flatten()
+            pieces.append((positions, unpack_rows(answer.index).take(self.row[positions])))
         self.index = merged_rows(len(self.worker), pieces)
 
     def holds(self, names: frozenset[str] | None) -> bool:
@@ -154,8 +154,8 @@ class Handle:
         segments = []
         for output, rows in zip(self.outputs, self.rows, strict=True):
             if output.index is not None:
-                places = (rows >= 0).nonzero().flatten()
-                segments.append((places, output.index.take(rows[places])))
+                positions = (rows >= 0).nonzero().flatten()
+                segments.append((positions, output.index.take(rows[positions])))
         return merged_rows(len(self), segments)
 
     def __iter__(self) -> Iterator[str]:
@@ -211,15 +211,15 @@ class Handle:
         for output, rows in zip(self.outputs, self.rows, strict=True):
             if not output.holds(reads):
                 continue
-            places = (rows >= 0).nonzero().flatten()
-            held, columns = output.worker[rows[places]], None
+            positions = (rows >= 0).nonzero().flatten()
+            held, columns = output.worker[rows[positions]], None
             if output.index is None:
                 needed = set(held.tolist())
                 awaited += [future for future in output.futures if future.worker in needed]
             else:
                 columns = tuple(sorted(output.payload if reads is None else output.payload & reads))
             workers, there = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
-            workers[places], there[places] = held, output.row[rows[places]]
+            workers[positions], there[positions] = held, output.row[rows[positions]]
             kept.append((output.key, columns, workers.numpy(), there.numpy()))
         index = self.index
         if reads is None:

@@ -140,9 +140,9 @@ class HybridWorker:
         config = parse_config(order.settings)
         self.prepared, self.order, self.limit_s = without_data(config, order.train), order, config.cluster.wait_limit_s
         # Numbers run from pool to pool.
-        places = [(pool, rank) for pool in self.prepared.deployment.pools for rank in range(pool.workers)]
-        self.names = [f"{pool.name} rank {rank}" for pool, rank in places]
-        self.number, (pool, self.rank) = number, places[number]
+        pool_ranks = [(pool, rank) for pool in self.prepared.deployment.pools for rank in range(pool.workers)]
+        self.names = [f"{pool.name} rank {rank}" for pool, rank in pool_ranks]
+        self.number, (pool, self.rank) = number, pool_ranks[number]
         self.pool = replace(pool, workers=order.sizes.get(pool.name, pool.workers))
         set_up_torch(config)
         return sign_of(self.prepared)
@@ -385,7 +385,7 @@ class HybridWorker:
         if not len(part):
             return Rows({})
         came = {(answer.worker, answer.key): answer for answer in self.call.answers}
-        segments, places, to_fetch = list[tuple[Tensor, Rows]](), list[Tensor](), list[Wanted]()
+        segments, targets, to_fetch = list[tuple[Tensor, Rows]](), list[Tensor](), list[Wanted]()
         for key, index_columns, workers, numbers in part.kept:
             for worker in np.unique(workers[workers >= 0]).tolist():
                 positions = (workers == worker).nonzero()[0]
@@ -397,9 +397,9 @@ class HybridWorker:
                     segments.append((torch.from_numpy(positions), index))
                 named = () if reads is None else tuple(name for name in columns if name in reads)
                 if named or reads is None:
-                    places.append(torch.from_numpy(positions))
+                    targets.append(torch.from_numpy(positions))
                     to_fetch.append((worker, key, rows, named))
-        segments += zip(places, self._collect(to_fetch), strict=True)
+        segments += zip(targets, self._collect(to_fetch), strict=True)
         local = (torch.arange(len(part)), unpack_rows(part.index))
         # If all columns are read, the driver's take precedence; otherwise running outputs come last.
         return merged_rows(len(part), [*segments, local] if reads is None else [local, *segments])

@@ -453,8 +453,8 @@ class ControlPlane(QueueController):
                 self.data.free(freed)
                 for lease, rows in stream.schedule.dropped.items():
                     if lease.holder in self.holders:
-                        places = {row: position for position, row in enumerate(lease.rows)}
-                        self.holders[lease.holder].dropped.append((lease.number, [places[row] for row in rows]))
+                        position_of = {row: position for position, row in enumerate(lease.rows)}
+                        self.holders[lease.holder].dropped.append((lease.number, [position_of[row] for row in rows]))
         schedule = self.training.schedule
         while schedule.progress.due_publication() is not None:
             record, freed = self.training.publish()

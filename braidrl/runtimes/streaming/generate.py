@@ -244,13 +244,13 @@ class GenerateLoop:
             self.reporting[task] = keys
 
     async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
-        places: defaultdict[int, list[int]] = defaultdict(list)
+        positions_of: defaultdict[int, list[int]] = defaultdict(list)
         for lease, position in keys:
-            places[lease].append(position)
-        rows = Rows.cat([self.leases[lease].share(positions) for lease, positions in places.items()])
-        ended = [self.flight[lease, position] for lease, positions in places.items() for position in positions]
+            positions_of[lease].append(position)
+        rows = Rows.cat([self.leases[lease].share(positions) for lease, positions in positions_of.items()])
+        ended = [self.flight[lease, position] for lease, positions in positions_of.items() for position in positions]
         work = self.leases[keys[0][0]]
-        await asyncio.to_thread(self._write, work, rows, list(places.items()), ended, unfinished)
+        await asyncio.to_thread(self._write, work, rows, list(positions_of.items()), ended, unfinished)
         self._forget(keys)
 
     def _write(

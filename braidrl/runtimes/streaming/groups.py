@@ -14,7 +14,7 @@ from braidrl.config import Config
 from braidrl.engines.deployment import Deployment
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
-from braidrl.flow.selecting import older_places
+from braidrl.flow.selecting import older_slots
 from braidrl.observe.metrics import Sums
 from braidrl.queue.samplers import Sampler, sampler_named
 from braidrl.runtimes.streaming.consumers import Consumers
@@ -164,8 +164,8 @@ def older_groups(config: Config) -> int | None:
     Raises UserError for a share without effect, or one that cannot be met.
     """
     share, trainer = config.streaming.on_policy_share, config.trainer
-    places = older_places(share, trainer.prompts_per_step)
-    if places is None:
+    slots = older_slots(share, trainer.prompts_per_step)
+    if slots is None:
         return None
     if trainer.max_staleness == 0:
         raise UserError(
@@ -179,13 +179,13 @@ def older_groups(config: Config) -> int | None:
             "adds others; "
             "write trainer.surplus=drop"
         )
-    if places == 0:
+    if slots == 0:
         raise UserError(
             f"streaming.on_policy_share={share:g} leaves none of the {trainer.prompts_per_step} prompts of a batch "
             "off-policy; "
             "write trainer.max_staleness=0 in its place, or a smaller share"
         )
-    return places
+    return slots
 
 
 def max_draining(config: Config, groups: Sequence[Group]) -> int:

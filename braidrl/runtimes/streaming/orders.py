@@ -252,6 +252,8 @@ class StreamingBackend:
     def bytes_between_nodes(self) -> int:
         """Return the bytes of payload and weights sent between nodes since the last call."""
         before = self.counted_bytes
-        served = sum(self.control.data.served_by(location.address) for location in self.processes.places.values())
+        served = sum(
+            self.control.data.served_by(location.address) for location in self.processes.storage_locations.values()
+        )
         self.counted_bytes = served + self.control.weights_sent
         return self.counted_bytes - before

@@ -110,8 +110,8 @@ class Processes:
         self.deployment, self.config = deployment, deployment.config
         self.folder, self.control, self.launcher = folder, control, launcher
         self.queue, self.secret, self.kept = queue, secret, kept
-        self.here = location = node.place()
-        self.places = {location.host: location}
+        self.local_storage = location = node.place()
+        self.storage_locations = {location.host: location}
         """The nodes of all workers, and this one."""
         self.members: list[Member] = []
         self.leaving: list[tuple[Member, float]] = []
@@ -133,7 +133,9 @@ class Processes:
     def start(self, groups: Sequence[Group]) -> None:
         """Start every process of these groups. Raises UserError if resources are missing."""
         self.launcher.reserve(self.deployment.pools)
-        self.places |= {location.host: location for location in self.launcher.serve(StorageNode, self.secret)}
+        self.storage_locations |= {
+            location.host: location for location in self.launcher.serve(StorageNode, self.secret)
+        }
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
         for group in [*groups, ROWS_GROUP]:
             if group.trained and self.trainer_repairs.per_hour:
@@ -393,7 +395,9 @@ class Processes:
         assert self._store is not None
         # It shares this process's node, and reads the same files.
         makes_rows = group is ROWS_GROUP
-        location = self.here if makes_rows else self.places[self.launcher.node_of(group.name, number)]
+        location = (
+            self.local_storage if makes_rows else self.storage_locations[self.launcher.node_of(group.name, number)]
+        )
         arguments = {
             "config": self.config.model_dump(mode="json"),
             "group": asdict(group),

@@ -341,7 +341,7 @@ class StreamingController:
         data = self.control.data
         result.sums.add("streaming/main_payload_bytes", float(data.carried + data.served))
         result.seconds = stage_seconds(self.stream.flow, self.groups, finished.reports)
-        if len(self.processes.places) > 1:
+        if len(self.processes.storage_locations) > 1:
             result.sums.add("transfer/bytes_between_nodes", self.backend.bytes_between_nodes())
         return result
 

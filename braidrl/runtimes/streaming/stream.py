@@ -334,11 +334,11 @@ class Stream:
                 record.states[stage] = self.states[stage]
                 self.states[stage] = next_state(self.flow[stage], self.states[stage], stage_totals)
 
-    def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
+    def _note_lengths(self, uids: Iterable[Uid], index: Rows, positions: Sequence[int] | None = None) -> None:
         """Pass samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
         name = next((name for name in ("length", "prompt_length") if name in index), None)
         if name is not None:
-            lengths = index[name] if places is None else index[name][places]
+            lengths = index[name] if positions is None else index[name][positions]
             self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
 

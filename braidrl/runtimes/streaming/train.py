@@ -180,8 +180,8 @@ class Trainer:
         trains = (position for position in range(start, len(self.stages)) if self.stages[position].kind is Kind.TRAIN)
         return next(trains, len(self.stages))
 
-    def _dispatches(self, places: Sequence[int]) -> Iterator[Sequence[int]]:
-        return (places[start : start + self.most] for start in range(0, len(places), self.most))
+    def _dispatches(self, positions: Sequence[int]) -> Iterator[Sequence[int]]:
+        return (positions[start : start + self.most] for start in range(0, len(positions), self.most))
 
     # Stages that write columns
 
@@ -201,8 +201,8 @@ class Trainer:
                 if piece.positions:
                     columns = dict(group_columns.take([standing[uid] for uid in rows.uids()]).items())
             elif stage.kind is Kind.INFER:
-                for places in self._dispatches(range(piece.size)):
-                    part = piece.share(places)
+                for positions in self._dispatches(range(piece.size)):
+                    part = piece.share(positions)
                     if written := self.executor.run(stage, part, span.sums):
                         parts_written.append(Rows(written))
                 columns = dict(Rows.cat(parts_written).items())
@@ -246,15 +246,15 @@ class Trainer:
         objective = self.executor.objective(stage)
         by_group = "group_tokens" in objective.aggregation.reads
         pieces = updates.take(by_group)
-        index = [piece.index.take(places) for piece, places in pieces]
+        index = [piece.index.take(positions) for piece, positions in pieces]
         self.counted += index
         if by_group and pieces:
-            shares = [rows for piece, places in pieces if len(rows := piece.share(places))]
+            shares = [rows for piece, positions in pieces if len(rows := piece.share(positions))]
             rows = Rows.cat(shares).ordered() if shares else Rows({})
             self._forward_backward(stage, self.executor.update(objective, Rows.cat(index), rows)[1])
             return
-        for piece, places in pieces:
-            for some in self._dispatches(places):
+        for piece, positions in pieces:
+            for some in self._dispatches(positions):
                 self._forward_backward(stage, piece.share(some))
 
     def _forward_backward(self, stage: Stage, rows: Rows) -> None:

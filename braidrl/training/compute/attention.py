@@ -238,9 +238,9 @@ class PackedSequences(AttentionContext):
         if rule not in self._masks:
             self._masks[rule] = []
             for blocks in batches.split(self.blocks):
-                places = torch.arange(blocks.shape[1], device=blocks.device)
+                positions = torch.arange(blocks.shape[1], device=blocks.device)
                 numbers = blocks[:, None, :, None], blocks[:, None, None, :]
-                mask = scores.visible(places[:, None], places[None, :], numbers) if bool(blocks.any()) else None
+                mask = scores.visible(positions[:, None], positions[None, :], numbers) if bool(blocks.any()) else None
                 self._masks[rule].append(mask)
         return self._masks[rule]
 
@@ -276,8 +276,8 @@ class PackedSequences(AttentionContext):
                 results.append(tree_flatten(forward(*batch_arguments, **kwargs, **(more(numbers) if more else {}))))
         outputs = []
         for values in zip(*(leaves for leaves, _ in results), strict=True):
-            places = zip(values, batches.shapes, strict=True)
-            holds_tokens = all(isinstance(value, Tensor) and value.shape[:2] == shape for value, shape in places)
+            pairs = zip(values, batches.shapes, strict=True)
+            holds_tokens = all(isinstance(value, Tensor) and value.shape[:2] == shape for value, shape in pairs)
             outputs.append(batches.join([value.flatten(0, 1) for value in values])[None] if holds_tokens else None)
         return tree_unflatten(outputs, results[0][1])
 
@@ -288,15 +288,15 @@ class PackedSequences(AttentionContext):
         numbers, device = rows_by_group([-(-length // multiple) for length in self.lengths]), self.offsets.device
         shapes = [(len(group), max(self.lengths[n] for n in group)) for group in numbers]
         starts = [0, *accumulate(self.lengths)]
-        places, tokens = torch.empty(starts[-1], dtype=torch.int64), list[Tensor]()
+        positions, tokens = torch.empty(starts[-1], dtype=torch.int64), list[Tensor]()
         begin = 0
         for group, (_, width) in zip(numbers, shapes, strict=True):
             for n in group:
                 tokens.append(starts[n] + torch.arange(width).clamp(max=self.lengths[n] - 1))
-                places[starts[n] : starts[n + 1]] = torch.arange(begin, begin + self.lengths[n])
+                positions[starts[n] : starts[n + 1]] = torch.arange(begin, begin + self.lengths[n])
                 begin += width
-        unchanged = begin == len(places) and torch.equal(places, torch.arange(begin))
-        order = None if unchanged else (torch.cat(tokens).to(device), places.to(device))
+        unchanged = begin == len(positions) and torch.equal(positions, torch.arange(begin))
+        order = None if unchanged else (torch.cat(tokens).to(device), positions.to(device))
         return self._arranged.setdefault(multiple, RowBatches(numbers, shapes, order))
 
     def row_lengths(self, positions: Tensor) -> Tensor:
@@ -305,8 +305,8 @@ class PackedSequences(AttentionContext):
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
-        places = torch.cat([torch.arange(length) for length in (0, *self.lengths)])
-        return places.to(self.offsets.device)[None]
+        positions = torch.cat([torch.arange(length) for length in (0, *self.lengths)])
+        return positions.to(self.offsets.device)[None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,34 +336,34 @@ class RowBatches:
 
 
 class GatheredRows(torch.autograd.Function):
-    """Gather the rows `tokens`; the backward pass uses only one position of each row, in `places`, as repeated rows
+    """Gather the rows `tokens`; the backward pass uses only one position of each row, in `positions`, as repeated rows
     have no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, flat: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
         return flat.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return gradients[0].index_select(0, places), None, None
+        (positions,) = ctx.saved_tensors
+        return gradients[0].index_select(0, positions), None, None
 
 
 class _Packed(torch.autograd.Function):
     """Select rows at distinct positions. Gradients are copied back, where index_select would add them to zeros."""
 
     @staticmethod
-    def forward(ctx: Any, batches: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, batches: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
         ctx.count = len(batches)
-        return batches.index_select(0, places)
+        return batches.index_select(0, positions)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,), (gradient,) = ctx.saved_tensors, gradients
-        return gradient.new_zeros(ctx.count, *gradient.shape[1:]).index_copy_(0, places, gradient), None
+        (positions,), (gradient,) = ctx.saved_tensors, gradients
+        return gradient.new_zeros(ctx.count, *gradient.shape[1:]).index_copy_(0, positions, gradient), None
 
 
 def token_dimension(leaf: Any, tokens: int) -> int | None:

@@ -82,7 +82,7 @@ class Sorting:
 
     order: Tensor
     """The number t·K + k of each sorted row, (S,)."""
-    places: Tensor
+    positions: Tensor
     """The position of each row among the sorted ones, (S,)."""
     each: int
     """K."""
@@ -91,9 +91,9 @@ class Sorting:
     def of(top_k_index: Tensor) -> "Sorting":
         """Sort the rows of the experts (T, K)."""
         order = top_k_index.reshape(-1).argsort(stable=True)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        return Sorting(order, places, top_k_index.shape[-1])
+        positions = torch.empty_like(order)
+        positions[order] = torch.arange(len(order), device=order.device)
+        return Sorting(order, positions, top_k_index.shape[-1])
 
     def rows_of(self, states: Tensor) -> Tensor:
         """Return each row's token, (S, D), from tokens (T, D)."""
@@ -116,7 +116,7 @@ class _SortedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        rows = gradients[0].index_select(0, ctx.sorting.places)
+        rows = gradients[0].index_select(0, ctx.sorting.positions)
         return rows.view(-1, ctx.sorting.each, rows.shape[-1]).sum(1), None
 
 
@@ -143,7 +143,7 @@ class _WeightedSums(torch.autograd.Function):
 
 def by_token(rows: Tensor, sorting: Sorting) -> Tensor:
     """Return sorted rows (S, D) by token, (T, K, D)."""
-    return rows.index_select(0, sorting.places).view(-1, sorting.each, rows.shape[-1])
+    return rows.index_select(0, sorting.positions).view(-1, sorting.each, rows.shape[-1])
 
 
 class ExpertProducts:

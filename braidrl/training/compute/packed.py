@@ -125,17 +125,18 @@ class Packed:
         positions = self.position_ids
         return positions[None] if positions.dim() == 1 else positions.T[:, None]
 
-    def select(self, positions: Tensor, places: Tensor | None = None) -> Self:
+    def select(self, positions: Tensor, new_positions: Tensor | None = None) -> Self:
         """Return the tokens at `positions` (M,), where -1 makes a filler token of zeros.
 
-        Predictors, their targets and row ends move with their tokens; those of dropped tokens are dropped. `places`
-        (N,) are the new positions of all tokens, -1 for dropped ones; by default each token is selected once.
+        Predictors, their targets and row ends move with their tokens; those of dropped tokens are dropped.
+        `new_positions` (N,) are the new positions of all tokens, -1 for dropped ones; by default each token is selected
+        once.
         """
         is_filler = positions < 0
-        if places is None:
-            places = torch.full_like(self.input_ids, -1)
-            places[positions[~is_filler]] = torch.arange(len(positions), device=positions.device)[~is_filler]
-        predictors, row_ends = places[self.predictors], places[self.row_ends]
+        if new_positions is None:
+            new_positions = torch.full_like(self.input_ids, -1)
+            new_positions[positions[~is_filler]] = torch.arange(len(positions), device=positions.device)[~is_filler]
+        predictors, row_ends = new_positions[self.predictors], new_positions[self.row_ends]
         return replace(
             self,
             per_token={
@@ -173,8 +174,8 @@ class Packed:
         device, count = self.input_ids.device, len(self.input_ids)
         lengths = tuple(min(FILLER, missing - start) for start in range(0, missing, FILLER))
         families = None if self.families is None else (*self.families, *(Family(length, (), ()) for length in lengths))
-        places = torch.arange(count, device=device)
-        filled = self.select(torch.cat([places, places.new_full((missing,), -1)]), places)
+        new_positions = torch.arange(count, device=device)
+        filled = self.select(torch.cat([new_positions, new_positions.new_full((missing,), -1)]), new_positions)
         of_filler = torch.arange(missing, device=device) % FILLER
         filled.position_ids[count:] = of_filler.view(-1, *(1,) * (filled.position_ids.dim() - 1))
         return replace(filled, sequence_lengths=(*self.sequence_lengths, *lengths), families=families)
@@ -221,7 +222,7 @@ def pack(
         families = families_of(rows, rope_lengths)
         assert families is not None, "rows of several sequences, or without actions, share no prompts"
         # The position of each token in the shared packing, (N,), and for each position there a token of the rows.
-        places, chosen, total = torch.empty(len(tokens.values), dtype=torch.int64), list[Tensor](), 0
+        new_positions, chosen, total = torch.empty(len(tokens.values), dtype=torch.int64), list[Tensor](), 0
         offsets = tokens.offsets.tolist()
         for family in families:
             end = total + family.prompt
@@ -229,12 +230,12 @@ def pack(
             chosen.append(torch.arange(first, first + family.prompt))
             for row, length in zip(family.rows, family.responses, strict=True):
                 start, begin = offsets[row], offsets[row] + family.prompt
-                places[start:begin] = torch.arange(total, total + family.prompt)
-                places[begin : begin + length] = torch.arange(end, end + length)
+                new_positions[start:begin] = torch.arange(total, total + family.prompt)
+                new_positions[begin : begin + length] = torch.arange(end, end + length)
                 chosen.append(torch.arange(begin, begin + length))
                 end += length
             total = end
-        packed = replace(packed.select(torch.cat(chosen), places), families=tuple(families))
+        packed = replace(packed.select(torch.cat(chosen), new_positions), families=tuple(families))
     return packed.to(device)
 
 

@@ -51,8 +51,8 @@ class Cohorts:
             cohort = Cohort(slots, None)
             if length > 1:
                 ids = torch.stack([prompts[slot][:-1] for slot in slots]).to(self._model.device)
-                places = torch.arange(length - 1, device=ids.device).expand(len(slots), -1)
-                self._forward(cohort, ids, places)
+                positions = torch.arange(length - 1, device=ids.device).expand(len(slots), -1)
+                self._forward(cohort, ids, positions)
             self._cohorts.append(cohort)
 
     def hidden(self, current: Tensor, position: Tensor) -> Tensor:

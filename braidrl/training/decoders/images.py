@@ -40,7 +40,7 @@ SEEN = "encoded_images"
 class Replacement:
     """Embeddings that replace those of an embedding layer's output (1, N, D) at some tokens."""
 
-    places: Tensor
+    positions: Tensor
     embeddings: Tensor
 
 
@@ -53,8 +53,8 @@ def replace_embeddings(module: nn.Module, arguments: Any, output: Tensor) -> Ten
     current = replacing.get()
     if current is None:
         return None
-    first = torch.zeros_like(current.places)
-    return output.index_put((first, current.places), current.embeddings.to(output.dtype))
+    first = torch.zeros_like(current.positions)
+    return output.index_put((first, current.positions), current.embeddings.to(output.dtype))
 
 
 @dataclass(frozen=True)
@@ -256,12 +256,12 @@ class ModelImages:
         rank, ranks = getattr(body_of(self.model).embedding, TOKENS_RANK, (0, 1))
         rows = rows.chunk(ranks)[rank]
         embeddings, *later = self.encoded(names)
-        places = rows.nonzero().flatten()
-        chosen = rows[places] - 1
+        positions = rows.nonzero().flatten()
+        chosen = rows[positions] - 1
         options: dict[str, Any] = {}
         if later:
             options = {"visual_pos_masks": (rows > 0)[None], "deepstack_visual_embeds": [e[chosen] for e in later]}
-        token = replacing.set(Replacement(places, embeddings[chosen]))
+        token = replacing.set(Replacement(positions, embeddings[chosen]))
         try:
             yield options
         finally:

@@ -437,20 +437,20 @@ def decoding_distance(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     lengths = RopeLengths.of(twin.config)
     for step in range(max(len(row) - prompt for row, prompt in zip(rows, PROMPTS, strict=True))):
         current, position = (torch.zeros(SLOTS, dtype=torch.int64, device=twin.device) for _ in range(2))
-        places = [min(prompt - 1 + step, len(row) - 1) for row, prompt in zip(rows, PROMPTS, strict=True)]
-        for number, (row, slot) in enumerate(zip(rows, places, strict=True)):
+        positions = [min(prompt - 1 + step, len(row) - 1) for row, prompt in zip(rows, PROMPTS, strict=True)]
+        for number, (row, slot) in enumerate(zip(rows, positions, strict=True)):
             current[number + first], position[number + first] = row[slot], slot
             if step and not plan.by_rows and lengths.kind(slot + 1) != lengths.kind(slot):
                 (prefix,) = prefill(model, [row[:slot]])
                 cache.fill(torch.tensor([number + first], device=twin.device), prefix)
         if plan.by_rows:
-            cohorts.end(n for n, row in enumerate(rows) if places[n] >= len(row) - 1)
+            cohorts.end(n for n, row in enumerate(rows) if positions[n] >= len(row) - 1)
             hidden = cohorts.hidden(current, position)
         else:
             context = SlotStep(cache, position, int(position.max()) + 1)
             hidden = run_body(model, current[:, None], position[:, None], context)[:, 0]
         logits = logits_of(model, hidden).float().log_softmax(-1)
-        for number, (row, slot) in enumerate(zip(rows, places, strict=True)):
+        for number, (row, slot) in enumerate(zip(rows, positions, strict=True)):
             if slot + 1 < len(row):
                 log_probs[number].append(logits[number + first, row[slot + 1]])
     ours = [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in log_probs]

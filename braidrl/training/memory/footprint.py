@@ -399,9 +399,9 @@ def kept_bytes(model: Any, tokens: int, plan: ForwardPlan = PACKED) -> int:
             kept[storage] = tensor
         return tensor
 
-    places = torch.arange(tokens, device="meta")[None]
+    positions = torch.arange(tokens, device="meta")[None]
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = run_body(model, places, places, FusedAttention())
+        hidden = run_body(model, positions, positions, FusedAttention())
     kept[hidden.untyped_storage()._cdata] = hidden
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

@@ -120,10 +120,12 @@ class ShardedAttention(AttentionContext):
         self, scores: Scores, start: int, low: int, oldest: int, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         """Attend with the queries from token `low` on to the keys from `oldest` on, of a row that begins at `start`."""
-        places = [torch.arange(begin, begin + len(of), device=of.device) for begin, of in ((low, query), (oldest, key))]
+        positions = [
+            torch.arange(begin, begin + len(of), device=of.device) for begin, of in ((low, query), (oldest, key))
+        ]
         blocks = self.sequences.blocks if isinstance(self.sequences, PackedSequences) else None
-        numbers = None if blocks is None else (blocks[places[0], None], blocks[None, places[1]])
-        mask = scores.visible(places[0][:, None] - start, places[1][None, :] - start, numbers)
+        numbers = None if blocks is None else (blocks[positions[0], None], blocks[None, positions[1]])
+        mask = scores.visible(positions[0][:, None] - start, positions[1][None, :] - start, numbers)
         return attend_equal(query[None], key[None], value[None], scores, mask=mask)
 
     def row_lengths(self, positions: Tensor) -> Tensor:
@@ -132,14 +134,14 @@ class ShardedAttention(AttentionContext):
 
     def mix(self, module: nn.Module, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
-        sequences, order, places, sent, arriving = self._exchange
+        sequences, order, inverse, sent, arriving = self._exchange
         received = sum(arriving)
 
         def arrived(leaf: Any) -> Any:
             dimension = token_dimension(leaf, len(order))
             if dimension is None:
                 return leaf
-            flat = GatheredRows.apply(leaf.squeeze(dimension - 1).movedim(dimension - 1, 0), order, places)
+            flat = GatheredRows.apply(leaf.squeeze(dimension - 1).movedim(dimension - 1, 0), order, inverse)
             flat = AllToAll.apply(flat, sent, arriving, self.groups.tokens)
             if not received:
                 # a rank without a sequence runs a filler token, so that its parameters have gradients
@@ -150,7 +152,7 @@ class ShardedAttention(AttentionContext):
             if token_dimension(leaf, sum(sequences.lengths)) != 1:
                 return leaf
             flat = AllToAll.apply(leaf[0, :received], arriving, sent, self.groups.tokens)
-            return GatheredRows.apply(flat, places, order)[None]
+            return GatheredRows.apply(flat, inverse, order)[None]
 
         outputs = sequences.mix(module, forward, tree_map(arrived, arguments), tree_map(arrived, named))
         return tree_map(returned, outputs)
@@ -205,8 +207,8 @@ def predict_own_tokens(
         if name == HIDDEN:
             continue
         # Ranks have different numbers of predictions.
-        places = of_name.get(name, packed.predictors)
-        counts = (places // count).bincount(minlength=group.size()).tolist()
+        predictors = of_name.get(name, packed.predictors)
+        counts = (predictors // count).bincount(minlength=group.size()).tolist()
         parts = [values.new_empty((max(counts), *values.shape[1:])) for _ in counts]
         if max(counts):
             padded = pad(values.detach(), (*[0, 0] * (values.dim() - 1), 0, max(counts) - len(values)))

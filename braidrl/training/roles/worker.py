@@ -151,8 +151,8 @@ class RoleWorker(ShardedBackend):
         """The process group for writing a checkpoint during training."""
         if self.train:
             parameters = dict(self.model.named_parameters())
-            places = {name: number for number, name in enumerate(self.shapes)}
-            numbers = [places[name] for name in parameters]
+            numbers_of = {name: number for number, name in enumerate(self.shapes)}
+            numbers = [numbers_of[name] for name in parameters]
             rate, tower = self.config.trainer.vision_learning_rate, {id(part) for part in parts_beside_text(self.model)}
             rates = {name: rate for name, weight in parameters.items() if rate is not None and id(weight) in tower}
             self.optimizer = MasterOptimizer(
@@ -245,13 +245,13 @@ class RoleWorker(ShardedBackend):
                 compiled=self.config.trainer.compile,
             )
             return {"log_probs": log_probs, "entropy": entropy, **self.of_routers(routing, packed, records)}
-        places_of = {"values": packed.predictors, "scores": packed.row_ends}
+        positions_of = {"values": packed.predictors, "scores": packed.row_ends}
         if objective is not None:
-            places_of = {name: places for name, places in places_of.items() if name in objective.loss.reads}
+            positions_of = {name: positions for name, positions in positions_of.items() if name in objective.loss.reads}
         # At least float32: returns and margins need more precision than bfloat16.
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         weight = self.model.score.weight.to(dtype)
-        return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in places_of.items()}
+        return {name: (hidden[positions].to(dtype) @ weight.T).squeeze(-1) for name, positions in positions_of.items()}
 
     @cached_property
     def images(self) -> ModelImages:
