@@ -218,7 +218,7 @@ def two_processes(place: Place) -> dict[str, Any]:
             if way == "file":
                 there.put(str(sent.enter_context(closing(writer.write(parts))).path))
             else:
-                there.put(sent.enter_context(offer.keep(version, parts).asked(1)))
+                there.put(sent.enter_context(offer.keep(version, parts).request(1)))
             assert back.get(timeout=120) == wanted
         seconds[way] = time.perf_counter() - start
     there.put(None)

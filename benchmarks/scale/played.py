@@ -281,7 +281,7 @@ class PlayedExchange(ShardExchange):
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
         with self.world.counted.modelling():
             # A rank without rows now has had some.
-            self._known = table.rows if len(table.mine) else self._known
+            self._known = table.rows if len(table.local_positions) else self._known
             self.world.played.coming = self._coming(table, owner, needed)
         return super().move(edge, table, owner, needed)
 

@@ -67,7 +67,7 @@ class EchoWorker(HybridWorker):
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""
-        rows = self.kept[key] = table(tokens).take(range(first, end))
+        rows = self.rows_by_key[key] = table(tokens).take(range(first, end))
         return CallResult(pack_rows(rows.index), tuple(rows.payload), self.number, key)
 
 

@@ -234,7 +234,7 @@ class OpenEnvEnvironment:
 
     async def reset(self, example: dict[str, Any]) -> str:
         """Start with the example's seed, and return the first observation as text."""
-        return self._said((await self._client.reset(seed=example["seed"])).observation)
+        return self._observation_text((await self._client.reset(seed=example["seed"])).observation)
 
     async def step(self, text: str) -> Observation:
         """Return the observation after an action; an invalid action gets an error message, and the episode
@@ -247,12 +247,12 @@ class OpenEnvEnvironment:
         if not isinstance(action, dict):
             return Observation("error: an action is a JSON object")
         result = await self._client.step(action)
-        return Observation(self._said(result.observation), float(result.reward or 0.0), bool(result.done))
+        return Observation(self._observation_text(result.observation), float(result.reward or 0.0), bool(result.done))
 
     async def close(self) -> None:
         await self._client.close()
 
-    def _said(self, observation: dict[str, Any]) -> str:
+    def _observation_text(self, observation: dict[str, Any]) -> str:
         if self._observation is None:
             return json.dumps({name: value for name, value in observation.items() if name not in NOT_SAID})
         return str(observation[self._observation])

@@ -64,7 +64,7 @@ class Player(ABC):
                 # An external kill of the process is not the environment's fault.
                 for attempt in range(1 + max(1, self.limits.retries)):
                     others = {role: Trajectory(uid) for role in self.policies}
-                    trajectory = Trajectory(uid, attempt=attempt, others=others)
+                    trajectory = Trajectory(uid, attempt=attempt, other_policies=others)
                     named = dict(zip(("source", "group", "sample"), uid, strict=True))
                     with self.spans.span("episode", attempt=attempt, **named) as about:
                         try:
@@ -154,9 +154,9 @@ class EnvironmentPlayer(Player):
 
     def trajectory_of(self, trajectory: Trajectory, role: str) -> Trajectory:
         """Return a policy's trajectory in an episode. Raises EnvironmentFailed for a role that does not play."""
-        acting = trajectory if role == self.role else trajectory.others.get(role)
+        acting = trajectory if role == self.role else trajectory.other_policies.get(role)
         if acting is None:
-            playing = ", ".join([self.role, *trajectory.others])
+            playing = ", ".join([self.role, *trajectory.other_policies])
             raise EnvironmentFailed(
                 "policy",
                 f"the environment names {role!r}, and {playing} play; name it in `policies` of {self.turns.stage}",

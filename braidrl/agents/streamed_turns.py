@@ -25,7 +25,7 @@ class TurnStream:
         self.name, self.context, self.opened, self.pieces = "", 0, False, list[str]()
         self.drawn = asyncio.Event()
         self._decode, self._stops = decode, stops
-        self._held = max(map(len, stops), default=1) - 1
+        self._held_back = max(map(len, stops), default=1) - 1
         """Characters at the text's end that are not sent yet: a stop text may begin there."""
         self._tokens: list[int] = []
         self._text, self._sent, self._from, self._read = "", 0, 0, 0
@@ -49,7 +49,7 @@ class TurnStream:
             self._from, self._read = self._read, len(self._tokens)
         # A complete stop text begins in the unsent part.
         end = first_stop(self._text, self._stops, self._sent)
-        end = len(self._text) - self._held if end is None else end
+        end = len(self._text) - self._held_back if end is None else end
         piece = self._text[self._sent : max(end, self._sent)]
         self._sent += len(piece)
         self.pieces += [piece] if piece else []

@@ -86,7 +86,7 @@ class Trajectory:
     """True if the environment's process was killed externally."""
     attempt: int = 0
     """Failed attempts before this one."""
-    others: dict[str, "Trajectory"] = field(default_factory=dict)
+    other_policies: dict[str, "Trajectory"] = field(default_factory=dict)
     """The trajectories of the other policies in the same episode, by role."""
     idle: bool = False
     """True for a policy that took no turn of its episode."""
@@ -105,7 +105,7 @@ class Trajectory:
     @property
     def every(self) -> list["Trajectory"]:
         """Return the trajectories of all policies of the episode, this one first."""
-        return [self, *self.others.values()]
+        return [self, *self.other_policies.values()]
 
     @property
     def turns(self) -> int:

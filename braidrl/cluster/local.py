@@ -122,7 +122,7 @@ class LocalProcess(Process):
             return False
         silence = time.monotonic() - self._heard
         if self.stall is not None and self.stall.seconds > limit_s:
-            what = f"{self.stall.said()},"
+            what = f"{self.stall.described()},"
         elif silence > limit_s:
             what = f"said nothing for {silence:.0f} s"
         else:

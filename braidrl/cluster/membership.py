@@ -107,7 +107,7 @@ class Members:
 
     def __init__(self, store: dist.Store, members: Iterable[str] = ()) -> None:
         """Start with membership 0."""
-        self.store, self.known, self.dead = store, Membership(0, tuple(members)), set[str]()
+        self.store, self.membership, self.dead = store, Membership(0, tuple(members)), set[str]()
 
     def lose(self, member: str) -> None:
         """Record a dead process, and remove it from the membership."""
@@ -117,7 +117,7 @@ class Members:
     def look(self) -> None:
         """Remove dead processes from the newest membership, which ranks may have proposed."""
         if self.dead:
-            self.known = without(self.store, self.known, self.dead)
+            self.membership = without(self.store, self.membership, self.dead)
 
     def change(self, dead: Iterable[str] = (), new: Iterable[str] = ()) -> None:
         """Write the next membership, possibly with the same members; from then on only the launcher writes
@@ -125,16 +125,16 @@ class Members:
         """
         for member in dead:
             self._note(member)
-        self.known = propose(self.store, self.known, [*self.living, *new])
+        self.membership = propose(self.store, self.membership, [*self.living, *new])
 
     @property
     def living(self) -> list[str]:
         """Return the members that are not dead."""
-        return [member for member in self.known.members if member not in self.dead]
+        return [member for member in self.membership.members if member not in self.dead]
 
     def waiting(self) -> list[str]:
         """Return the processes that wait to become members."""
-        return waiting(self.store, self.known)
+        return waiting(self.store, self.membership)
 
     def _note(self, member: str) -> None:
         self.dead.add(member)

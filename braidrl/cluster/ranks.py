@@ -134,7 +134,7 @@ class Renewal:
 
     def is_member(self, process: Process) -> bool:
         """Return True if a process is one of the ranks, and False if it waits to join them."""
-        return member_name(*self.starts[process]) in self.members.known.members
+        return member_name(*self.starts[process]) in self.members.membership.members
 
     def goes_on(self, lost: Process, failure: Failure) -> bool:
         """Return True and restart a lost process if the other ranks continue without it."""

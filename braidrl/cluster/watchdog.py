@@ -180,4 +180,4 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
                     with path.open("w") as file:
                         faulthandler.dump_traceback(file)
                     where = f"; its stack is in {path}"
-                self.say(f"{stall.said()}{where}")
+                self.say(f"{stall.described()}{where}")

@@ -155,7 +155,7 @@ class Elastic:
     """A rank's membership, which changes."""
 
     def __init__(self, meeting: Meeting, member: str, membership: Membership) -> None:
-        self.meeting, self.member, self.known = meeting, member, membership
+        self.meeting, self.member, self.membership = meeting, member, membership
         self.in_work: tuple[Uid, ...] = ()
         """The rows with which this rank may end."""
         self._outdated_at: float | None = None
@@ -165,12 +165,12 @@ class Elastic:
     @property
     def newest(self) -> Membership:
         """Return the newest membership."""
-        return newest(self.meeting.store, self.known)
+        return newest(self.meeting.store, self.membership)
 
     @property
     def is_outdated(self) -> bool:
         """Return True if there is a newer membership than this rank's."""
-        return self.newest.number > self.known.number
+        return self.newest.number > self.membership.number
 
     def wait_for_newer(self, limit_s: float) -> bool:
         """Wait until there is a newer membership than this rank's; return False after the limit."""
@@ -196,7 +196,7 @@ class Elastic:
             # Groups are being made, and this thread may be the machine's speaker.
             return
         try:
-            if not dist.is_initialized() or newest <= self.known.number:
+            if not dist.is_initialized() or newest <= self.membership.number:
                 self._outdated_at = None
                 return
             abort_groups()
@@ -237,7 +237,7 @@ class Elastic:
         limit_s = self.meeting.limit_s
         limit = time.monotonic() + limit_s
         while True:
-            self.known = membership = self.newest
+            self.membership = membership = self.newest
             if self.member not in membership.members:
                 raise LostPeers(f"process {self.member} is no longer a member")
             store = dist.PrefixStore(str(membership.number), self.meeting.store)
@@ -293,7 +293,7 @@ class World:
     @property
     def members(self) -> tuple[str, ...]:
         """Return the names of the processes that are the ranks."""
-        return self.elastic.known.members if self.elastic is not None else ()
+        return self.elastic.membership.members if self.elastic is not None else ()
 
     @property
     def is_waiting(self) -> bool:
@@ -335,14 +335,14 @@ class World:
                         locations.close()
                     assert self._store is not None
                     locations = Locations(self._store)
-                newest = locations.exchange(self._here, LOCATE_EVERY_S, self._newest)
+                newest = locations.exchange(self._rank_location, LOCATE_EVERY_S, self._newest)
                 if self.elastic is not None:
                     self.elastic.leave_outdated_groups(self._is_meeting, newest)
         if locations is not None:
             locations.close()
 
     @property
-    def _here(self) -> Location:
+    def _rank_location(self) -> Location:
         return Location(self.rank, *self._location)
 
     def _newest(self) -> int:
@@ -370,7 +370,7 @@ class World:
             # The ranks missing from this collective, and their last locations.
             late = []
             try:
-                write(self._store, [self._here])
+                write(self._store, [self._rank_location])
                 # By then the other ranks' locations are written, by themselves or their machines' speakers.
                 time.sleep(3 * LOCATE_EVERY_S)
                 latest = known_locations(self._store)
@@ -513,7 +513,7 @@ class World:
         self.rank, self.size = self.group.rank(), self.group.size()
         self.first = self.rank == 0
         # Locations and mail of the earlier membership are not read.
-        store = dist.PrefixStore(str(elastic.known.number), elastic.meeting.store)
+        store = dist.PrefixStore(str(elastic.membership.number), elastic.meeting.store)
         self._store, self.mail = dist.PrefixStore("places", store), dist.PrefixStore("mail", store)
         self._meetings, self._machines = 0, None
         self.at("the passage to other ranks")

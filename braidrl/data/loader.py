@@ -46,7 +46,7 @@ class Admitted:
     """One admitted prompt.
 
     `number` counts admissions through the whole run and becomes the rows' `group`. `index` is the example's position
-    among the kept examples of its source. `prompt` (T,) int64 are token ids. `given` has the responses of the data,
+    among the kept examples of its source. `prompt` (T,) int64 are token ids. `responses` has the responses of the data,
     none, one or two, of a pair the better first: token ids (T,) int64, and the mask of trained tokens, (T,) bool.
     """
 
@@ -56,7 +56,7 @@ class Admitted:
     index: int
     example: Example
     prompt: Tensor
-    given: tuple[tuple[Tensor, Tensor], ...] = ()
+    responses: tuple[tuple[Tensor, Tensor], ...] = ()
     images: tuple[tuple[ImageSpan, ...], ...] | None = None
     """The images of the prompt, or of the row with each response of the data; None for a text-only model."""
 
@@ -195,7 +195,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
     A pair of responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
     """
-    response_count = len(admitted[0].given) if admitted else 0
+    response_count = len(admitted[0].responses) if admitted else 0
     samples = 2 if response_count == 2 else samples
     prompt_of_row = torch.arange(len(admitted)).repeat_interleave(samples)
     prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(prompt_of_row)
@@ -216,7 +216,7 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
         of_rows = range(len(images)) if response_count == 2 else prompt_of_row.tolist()
         columns |= image_columns([images[number] for number in of_rows])
     if response_count:
-        responses = [r for a in admitted for r in a.given]
+        responses = [r for a in admitted for r in a.responses]
         rows = torch.arange(len(responses)) if response_count == 2 else prompt_of_row
         columns["response"] = Ragged.from_rows([ids for ids, _ in responses], torch.int64).take(rows)
         columns["response_mask"] = Ragged.from_rows([trained for _, trained in responses], torch.bool).take(rows)

@@ -97,7 +97,7 @@ class Opening:
         """Start to write this rank's part of the table."""
         # Two threads may not use one tokenizer.
         template = replace(self.template, tokenizer=copy.deepcopy(self.template.tokenizer))
-        self._share, self._folder, self._own = share, folder, template
+        self._share, self._folder, self._template = share, folder, template
         atexit.register(self.stop)
         self._thread.start()
 
@@ -106,7 +106,7 @@ class Opening:
             # The run's work has priority.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            self._outcome = write_part(self._share, self._own, self.data, self._folder)
+            self._outcome = write_part(self._share, self._template, self.data, self._folder)
         except BaseException as error:  # it is raised in the thread that reads the outcome
             self._outcome = error
 

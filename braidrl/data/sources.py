@@ -149,7 +149,7 @@ class Reading:
         self._read_columns = answers | image_columns | form_columns
         with located(f"`template` of the source {source.path}"):
             template_arguments(source.template)
-        self._seen: set[bytes] = set()
+        self._digests: set[bytes] = set()
 
     def __iter__(self) -> Iterator[Example]:
         """Yield the examples.
@@ -238,9 +238,9 @@ class Reading:
             ) from None
         if self.source.unique or self.source.convert in UNIQUE:
             digest = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
-            if digest in self._seen:
+            if digest in self._digests:
                 raise LeftOut("the prompt was there before")
-            self._seen.add(digest)
+            self._digests.add(digest)
         return example
 
     def _read(self, converted: Record, line: int) -> Example:

@@ -102,7 +102,7 @@ class Engines:
         return self.count if self.home == "processes" else 0
 
     @property
-    def apart(self) -> bool:
+    def is_separate(self) -> bool:
         """Return True if engine processes or servers generate in place of this process."""
         return self.count > 0
 
@@ -114,12 +114,12 @@ class Engines:
     @property
     def hosts_vllm(self) -> bool:
         """Return True if vLLM runs in the processes that train."""
-        return self.kind == "vllm" and not self.apart
+        return self.kind == "vllm" and not self.is_separate
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks that decode together: those of an engine process, or training ranks."""
-        return self.layout.ranks if self.apart or self.pools_ranks else 1
+        return self.layout.ranks if self.is_separate or self.pools_ranks else 1
 
     @property
     def ranks_per_node(self) -> int:
@@ -159,7 +159,7 @@ class Engines:
             )
         elif divided and kind not in ("embedded", "vllm", "http"):
             yield f"{self.key} shards the embedded engine, vLLM and servers, and rollout.engine is {kind}"
-        elif divided and kind == "embedded" and (self.apart or not self.mode.pools_ranks):
+        elif divided and kind == "embedded" and (self.is_separate or not self.mode.pools_ranks):
             yield (
                 f"{self.key} shards the embedded engine over ranks that train and generate; write runtime=distributed "
                 "or hybrid without rollout.engines, or rollout.engine=vllm"

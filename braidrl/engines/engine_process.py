@@ -129,7 +129,7 @@ class EngineProcess:
         engine's packages.
         """
         self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
-        self._led = spanning if spanning is not None and spanning.own.node == 0 else None
+        self._led = spanning if spanning is not None and spanning.part.node == 0 else None
         """The engine over several nodes that this process schedules."""
         self.max_sequence_tokens = spec.max_sequence_tokens
         self.pid: int | None = None
@@ -141,7 +141,7 @@ class EngineProcess:
         self._answers: dict[int, tuple[asyncio.Future[Any], Callable[[int, int], None] | None]] = {}
         """By the id of a call its answer, and the callback for a row's tokens."""
         self._rows: set[Uid] = set()
-        self._held: OfferedWeights | None = None
+        self._held_weights: OfferedWeights | None = None
         """The weights that the process holds, if it received them over a process group."""
         self._recovering = asyncio.Lock()
         self._numbers = itertools.count()
@@ -158,7 +158,7 @@ class EngineProcess:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
         if self._led is not None:
             self.spec = replace(self.spec, part=self._led.begin())
-        spec, self._held = self.spec, None
+        spec, self._held_weights = self.spec, None
         # vLLM and users' engines may need a separate interpreter, and a process must know its device before importing
         # torch.
         copied = spec.kind == "embedded" and spec.device == "cpu" and self._python == sys.executable
@@ -201,18 +201,18 @@ class EngineProcess:
         await self._ask(EngineCall("abort", uid=uid))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        held, self._held = self._held, None
+        held, self._held_weights = self._held_weights, None
         call = EngineCall("update_weights", version=version)
         if isinstance(source, PolicyWeights):
             call.policy, source = source.role, source.source
         if source is None:
             await self._ask(call)
-            self._held = held
+            self._held_weights = held
         elif isinstance(source, OfferedWeights):
-            with source.asked(self.spec.tensor * self.spec.pipeline, held) as notice:
+            with source.request(self.spec.tensor * self.spec.pipeline, held) as notice:
                 call.notice = notice
                 await self._ask(call)
-            self._held = source
+            self._held_weights = source
         else:
             with contextlib.ExitStack() as stored:
                 if not isinstance(source, WeightFile):
@@ -258,7 +258,7 @@ class EngineProcess:
         Raises UserError as `start`.
         """
         spanning = self.spanning
-        assert spanning is not None and spanning.own.node > 0
+        assert spanning is not None and spanning.part.node > 0
         while (part := await spanning.next_start()) is not None:
             self.spec = replace(self.spec, part=part)
             starting = asyncio.create_task(self.start())

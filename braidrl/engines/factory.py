@@ -88,7 +88,7 @@ def start_engine(
         return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens, beside)
     if engines.hosts_vllm or engines.pools_ranks:
         return spmd_engine(spec, role, ranks, worker, deployment, tokenizer)
-    if engines.apart:
+    if engines.is_separate:
         if (running := next((started[policy] for policy in shared if policy in started), None)) is not None:
             return running
         return EngineService(engines_of(role, ranks, spec, deployment), limit_s, beside=beside)
@@ -202,7 +202,7 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deploy
         # The trainer may have rounded the directory's weights to another dtype.
         copy.refresh()
         return InPlacePublisher(engine, copy)
-    if not isinstance(engine, EngineService) or not engines.apart:
+    if not isinstance(engine, EngineService) or not engines.is_separate:
         # A user's engine in this process.
         return InPlacePublisher(engine, source=worker)
     if (transport := deployment.transport) is not None:
@@ -241,7 +241,7 @@ def exchange_publisher(
     `worker` is None if this process only generates, `engine` if it only trains.
     """
     parts: Parts = worker.weights if worker is not None else dict
-    if deployment.engines.apart or deployment.engines.kind not in ("embedded", "vllm"):
+    if deployment.engines.is_separate or deployment.engines.kind not in ("embedded", "vllm"):
         return FilePublisher(file_writer(parts(), ranks, deployment.config), parts, engine)
     assert engine is None or isinstance(engine, SteppingEngine)
     target: Parts = engine.parts if engine is not None else dict

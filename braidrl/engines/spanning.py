@@ -30,22 +30,22 @@ class SpanningEngine:
 
     store: dist.Store
     """Shared by all nodes of this engine, and used only by them."""
-    own: NodePart
+    part: NodePart
     """This node's part; node 0 starts the engine."""
     start: int = 0
     """The number of the current start."""
 
     def begin(self) -> NodePart:
         """Announce the next start, and return the first node's part in it."""
-        with socket.create_server((self.own.address, 0)) as free:
+        with socket.create_server((self.part.address, 0)) as free:
             port = free.getsockname()[1]
         self.start += 1
-        put_message(self.store, f"start/{self.start}", [self.own.address, port])
-        return replace(self.own, host=self.own.address, port=port)
+        put_message(self.store, f"start/{self.start}", [self.part.address, port])
+        return replace(self.part, host=self.part.address, port=port)
 
     def lost(self) -> int | None:
         """Return a node that has lost its part of the current start; None while all nodes have theirs."""
-        others = range(1, self.own.nodes)
+        others = range(1, self.part.nodes)
         return next((node for node in others if has_message(self.store, f"lost/{self.start}/{node}")), None)
 
     def end(self) -> None:
@@ -62,7 +62,7 @@ class SpanningEngine:
             return None
         self.start += 1
         host, port = message_at(self.store, f"start/{self.start}", tuple[str, int])
-        return replace(self.own, host=host, port=port)
+        return replace(self.part, host=host, port=port)
 
     def is_over(self) -> bool:
         """Return True if the first node has abandoned the current start."""
@@ -70,7 +70,7 @@ class SpanningEngine:
 
     def lose(self) -> None:
         """Report that this node has lost its part of the current start."""
-        put_message(self.store, f"lost/{self.start}/{self.own.node}")
+        put_message(self.store, f"lost/{self.start}/{self.part.node}")
 
 
 @dataclass(frozen=True)

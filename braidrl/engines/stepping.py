@@ -271,7 +271,7 @@ class EngineReplica:
         self._awake.set()
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
-        self._asked: list[tuple[Request, RowEnded]] = []
+        self._new_requests: list[tuple[Request, RowEnded]] = []
         self._leaving: list[Uid] = []
         """Rows that begin and end with the next step of ranks that decode together."""
 
@@ -296,7 +296,7 @@ class EngineReplica:
         """Start many rows, without a task and a future for each. The engine must be awake."""
         if self.engine.is_collective:
             # `step_together` adds them on all ranks.
-            self._asked += ((request, ended) for request in requests)
+            self._new_requests += ((request, ended) for request in requests)
             return
         for request in requests:
             try:
@@ -312,7 +312,7 @@ class EngineReplica:
 
     def withdraw(self, uid: Uid) -> None:
         """Remove a row, if it has not ended, without an answer."""
-        self._asked = [(request, ended) for request, ended in self._asked if request.uid != uid]
+        self._new_requests = [(request, ended) for request, ended in self._new_requests if request.uid != uid]
         if self._ended.pop(uid, None) is not None:
             if self.engine.is_collective:
                 self._leaving.append(uid)
@@ -354,8 +354,8 @@ class EngineReplica:
 
         All these ranks call this repeatedly. Returns whether all ranks are done, and whether a step was made.
         """
-        engine, waiting, leaving = self.engine, self._asked, self._leaving
-        self._asked, self._leaving = [], []
+        engine, waiting, leaving = self.engine, self._new_requests, self._leaving
+        self._new_requests, self._leaving = [], []
         # Callbacks for each token stay on this rank.
         sent = [replace(request, on_token=None) for request, _ in waiting]
         ranks = Ranks(engine.group)

@@ -192,7 +192,7 @@ class TrainingBatch:
     """True if all of its groups have joined."""
     joined: dict[int, list[list[int]] | None] = field(default_factory=dict)
     """The groups in it, with the updates of each of their samples once these are certain."""
-    made: Counter[str] = field(default_factory=Counter)
+    steps_made: Counter[str] = field(default_factory=Counter)
     """Optimizer steps made, by train stage."""
 
     @staticmethod
@@ -224,7 +224,7 @@ class UpdatesInProgress:
     steps: int
     size: int
     """Rows of an update."""
-    made: int = 0
+    steps_made: int = 0
     """Updates made, which the trainer counts."""
     _arrived: Counter[int] = field(default_factory=Counter)
     _waiting: dict[int, deque[tuple[Any, list[int]]]] = field(default_factory=dict)
@@ -248,9 +248,9 @@ class UpdatesInProgress:
 
         With `complete_only` the list is empty until the update is complete.
         """
-        return [] if complete_only and not self.is_complete else list(self._waiting.pop(self.made, ()))
+        return [] if complete_only and not self.is_complete else list(self._waiting.pop(self.steps_made, ()))
 
     @property
     def is_complete(self) -> bool:
         """Return True if all rows of the current update have arrived."""
-        return self.made < self.steps and self._arrived[self.made] == self.size
+        return self.steps_made < self.steps and self._arrived[self.steps_made] == self.size

@@ -47,7 +47,7 @@ class Bar:
     rows: int = 0
     tokens: int = 0
     in_flight: int | None = None
-    others: tuple[int, int, int] = (0, 0, 0)
+    other_ranks: tuple[int, int, int] = (0, 0, 0)
     """Rows done, tokens and all rows of the other ranks."""
 
     def update(
@@ -63,7 +63,7 @@ class Bar:
 
     def show_others(self, rows: int, tokens: int, total_rows: int) -> None:
         """Add the rows of other ranks to those of this rank."""
-        self.others = rows, tokens, total_rows
+        self.other_ranks = rows, tokens, total_rows
         self.changed()
 
 
@@ -133,7 +133,7 @@ class Progress:
             where = "" if self.step is None else f"step {self.step}{last}"
             table = Table.grid(padding=(0, 1))
             for bar in slow:
-                other_rows, other_tokens, other_total = bar.others
+                other_rows, other_tokens, other_total = bar.other_ranks
                 rows, tokens = bar.rows + other_rows, bar.tokens + other_tokens
                 total = None if bar.total_rows is None else bar.total_rows + other_total
                 about = [f"{rows:,} rows" if total is None else f"{rows:,}/{total:,} rows"]

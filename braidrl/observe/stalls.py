@@ -29,7 +29,7 @@ class Stall(NamedTuple):
     seconds: float
     usual: float
 
-    def said(self) -> str:
+    def described(self) -> str:
         return (
             f"made no progress in {self.name} for {self.seconds:.0f} s, where {self.usual:.1f} s were the longest of "
             "late"

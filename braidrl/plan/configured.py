@@ -32,19 +32,19 @@ def configured_sets(problem: Problem) -> list[SetChoice]:
     models, deployment = problem.models, problem.deployment
     groups, sets = device_groups(deployment), list[SetChoice]()
     # Roles whose generation has a separate pool.
-    split = {use.role for group in groups for use in group.uses if use.apart}
+    split = {use.role for group in groups for use in group.uses if use.is_separate}
     for group in groups:
         roles: dict[str, Choice] = {}
         kind = next((g for g in problem.cluster.groups if g.kind == group.kind), problem.cluster.groups[0])
         for use_asked in group.uses:
             use = role_deployment(use_asked, deployment, group.devices)
             costs = {
-                s.name: problem.stage_cost(use_asked.role, s, use, kind, group.devices, use_asked.apart)
+                s.name: problem.stage_cost(use_asked.role, s, use, kind, group.devices, use_asked.is_separate)
                 for s in models[use_asked.role].stages
-                if use_asked.role not in split or (s.kind is Kind.GENERATE) == use_asked.apart
+                if use_asked.role not in split or (s.kind is Kind.GENERATE) == use_asked.is_separate
             }
             resident, working = role_memory(use)
-            name = use_asked.role + GENERATE * use_asked.apart
+            name = use_asked.role + GENERATE * use_asked.is_separate
             roles[name] = Choice(use, costs, resident, sum(working.values()))
         every_asset, turns = all_resident(roles, kind, group.devices), None
         if deployment.resident_gib is not None:

@@ -83,12 +83,12 @@ class Clock:
 
     now: float = 0.0
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    asked: int = 0
+    scheduled: int = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Schedule `action` in `seconds` from now."""
-        heapq.heappush(self.events, (self.now + seconds, self.asked, action))
-        self.asked += 1
+        heapq.heappush(self.events, (self.now + seconds, self.scheduled, action))
+        self.scheduled += 1
 
     def step(self) -> bool:
         """Run the next action; return False if there is none."""
@@ -304,8 +304,8 @@ class Streaming:
         if not due or not self.schedule.progress.may_step(stage):
             return False
         self.schedule.progress.stepped(stage.name)
-        training.updates.made += is_optimized(stage)
-        if not is_optimized(stage) or training.updates.made == batch.steps:
+        training.updates.steps_made += is_optimized(stage)
+        if not is_optimized(stage) or training.updates.steps_made == batch.steps:
             training.stages.pop(0)
             training.updates = UpdatesInProgress(batch.steps, batch.size)
             for lease, numbers in training.pieces:

@@ -91,7 +91,7 @@ class Peer:
 
     def __init__(self, requests: Any, answers: Any) -> None:
         """Write to the file `requests`, and read from the file `answers`."""
-        self.asked, self.answered, self.own = requests, answers, list[Any]()
+        self.requests, self.answers, self.kept_values = requests, answers, list[Any]()
         self.numbers, self.errors = dict[int, int](), dict[int, type[BaseException]]()
 
     def ask(self, verb: str, on: Any = None, name: str = "", *arguments: Any, **named: Any) -> Any:
@@ -149,11 +149,11 @@ class Peer:
         raise ValueError(verb)
 
     def send(self, message: dict[str, Any]) -> None:
-        self.asked.write(json.dumps(message) + "\n")
-        self.asked.flush()
+        self.requests.write(json.dumps(message) + "\n")
+        self.requests.flush()
 
     def receive(self) -> dict[str, Any]:
-        line = self.answered.readline()
+        line = self.answers.readline()
         if not line:
             os._exit(0)
         message: dict[str, Any] = json.loads(line)
@@ -161,9 +161,9 @@ class Peer:
 
     def keep(self, value: Any) -> int:
         """Return a permanent number for one of this end's values."""
-        number = self.numbers.setdefault(id(value), len(self.own))
-        if number == len(self.own):
-            self.own.append(value)  # keeps the value alive as long as its number
+        number = self.numbers.setdefault(id(value), len(self.kept_values))
+        if number == len(self.kept_values):
+            self.kept_values.append(value)  # keeps the value alive as long as its number
         return number
 
     def encoded(self, value: Any, depth: int = 0) -> Payload:
@@ -209,7 +209,7 @@ class Peer:
         if name == "mine":
             return self.foreign(self, int(payload))
         if name == "yours":
-            return self.own[int(payload)]
+            return self.kept_values[int(payload)]
         if name == "exception":
             return self.exception(payload)
         if name == "standard":
@@ -274,7 +274,7 @@ class Peer:
                 raise TypeError(f"{described} is no exception")
             return kind
         if isinstance(described, dict):
-            return self.own[int(described["yours"])]
+            return self.kept_values[int(described["yours"])]
         number, name, bases, module = described
         standard = getattr(sys.modules.get(module), name, None) if module in sys.stdlib_module_names else None
         if isinstance(standard, type) and issubclass(standard, BaseException):
@@ -474,5 +474,5 @@ def main(requests: int, answers: int) -> None:
 
     peer = ProgramPeer(os.fdopen(answers, "w"), os.fdopen(requests, "r"))
     module = sys.modules["program"] = ModuleType("program")
-    exec(compile(json.loads(peer.answered.readline()), "program.py", "exec"), vars(module))
+    exec(compile(json.loads(peer.answers.readline()), "program.py", "exec"), vars(module))
     peer.serve(vars(module))

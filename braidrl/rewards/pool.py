@@ -160,14 +160,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         for _ in range(2):
             host = loaded or self._idle.pop()
             try:
-                answer = await self._asked(host, key, request)
+                answer = await self._answer_of(host, key, request)
             finally:
                 self._idle += [] if loaded else [host]
             if not answer.get("again"):
                 break
         return answer
 
-    async def _asked(self, host: CodeHost, key: str, request: bytes) -> Message:
+    async def _answer_of(self, host: CodeHost, key: str, request: bytes) -> Message:
         """Return a host's answer, after it has imported the verifier."""
         if not host.has_loaded(key):
             if session := self._sessions.pop(host, None):

@@ -221,7 +221,7 @@ class TestPeer(Peer):
 
     def receive(self) -> dict[str, Any]:
         while b"\n" not in self.unread:
-            piece = os.read(self.answered.fileno(), 1 << 16)
+            piece = os.read(self.answers.fileno(), 1 << 16)
             if not piece:
                 self.over()
             if len(self.unread) > ANSWER_BYTES:

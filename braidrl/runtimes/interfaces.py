@@ -256,7 +256,7 @@ class Interrupts:
         self._holds = 0
         self._first: float | None = None
         self._local = False
-        self.asked = False
+        self.stop_requested = False
         """True from a stop request until the stop."""
         self.torn = False
         """True after a second signal broke a hold: weights may be inconsistent and must not be saved."""
@@ -272,7 +272,7 @@ class Interrupts:
         finally:
             self._holds -= 1
         if self.alone:
-            self.agree(self.asked)
+            self.agree(self.stop_requested)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -286,19 +286,19 @@ class Interrupts:
     def agree(self, is_asked: bool) -> None:
         """Raise KeyboardInterrupt on every calling rank if one received a signal and no hold is active."""
         if is_asked and not self._holds:
-            self.asked = False
+            self.stop_requested = False
             raise KeyboardInterrupt
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, as the handler that `interrupts_handled` sets."""
         now = time.monotonic()
         if self.alone:
-            if not self._holds or self.asked:
+            if not self._holds or self.stop_requested:
                 self.torn = self._holds > 0
                 raise KeyboardInterrupt
-            self.asked = True
+            self.stop_requested = True
         elif self._first is None:
-            self._first, self.asked = now, True
+            self._first, self.stop_requested = now, True
             if self._local:
                 raise KeyboardInterrupt
         elif now - self._first > REPEATED_S:

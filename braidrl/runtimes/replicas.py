@@ -135,7 +135,7 @@ class Replica:
         transfer.run(copies, spares)
         with_spares = dict(copies)
         for name, part in spares.items():
-            with_spares[name] = replace(copies[name], others=(part,)) if name in copies else part
+            with_spares[name] = replace(copies[name], other_parts=(part,)) if name in copies else part
         return with_spares
 
 

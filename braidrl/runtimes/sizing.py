@@ -107,7 +107,7 @@ def device_groups(deployment: Deployment) -> list[DeviceGroup]:
     for pool in deployment.pools:
         # A role that is only a copy of another one (EMA) has no optimizer.
         uses = [RoleUse(role, role in flow.trained_roles, role in pool.generating) for role in pool.models]
-        uses += [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
+        uses += [RoleUse(role, False, True, is_separate=True) for role in pool.generating if role not in pool.models]
         engines = 1 if pool.models else max(1, pool.engines * pool.engine_devices)
         groups.append(DeviceGroup(pool.workers * engines, tuple(uses), pool.kind))
     return groups
@@ -201,8 +201,10 @@ def demands(prepared: Prepared) -> list[Demand]:
     if engines.started and not shared:
         # Engine processes have separate devices.
         generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
-        groups = [replace(g, uses=tuple(replace(u, generates=False) for u in g.uses if not u.apart)) for g in groups]
-        groups += [DeviceGroup(engines.ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
+        groups = [
+            replace(g, uses=tuple(replace(u, generates=False) for u in g.uses if not u.is_separate)) for g in groups
+        ]
+        groups += [DeviceGroup(engines.ranks, (RoleUse(role, False, True, is_separate=True),)) for role in generating]
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     if not prepared.train:
         # Under hybrid the workers count the prompts.

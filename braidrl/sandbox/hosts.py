@@ -180,7 +180,7 @@ class CodeHost:
         if self.python is None:
             raise UserError(f"{key}.python: {hosted.python} is not an interpreter that can be run")
         check_walls(key, settings)
-        self.code = CodeFiles.beside(hosted.file) if self.isolated else CodeFiles()
+        self.code = CodeFiles.of_folder(hosted.file) if self.isolated else CodeFiles()
         self.loaded, self.sessions = set[Any](), set[HostSession]()
         self.process: Spawned | None = None
         self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False

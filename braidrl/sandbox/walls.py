@@ -69,7 +69,7 @@ class CodeFiles:
     """An in-memory copy of each code file, which later changes do not reach."""
 
     @staticmethod
-    def beside(file: Path | None) -> "CodeFiles":
+    def of_folder(file: Path | None) -> "CodeFiles":
         """Return the Python files in the folder of `file`, except files of installed packages, which do not change."""
         if file is None or not file.is_file() or any(file.is_relative_to(folder) for folder in python_places()):
             return CodeFiles()

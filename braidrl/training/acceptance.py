@@ -147,7 +147,7 @@ def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     experts for a few.
     """
     ours = proof.packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
-    model = copy.deepcopy(twin.own).to(torch.bfloat16)
+    model = copy.deepcopy(twin.reference).to(torch.bfloat16)
     theirs = []
     for row in twin.rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
@@ -172,7 +172,7 @@ def exported(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         loaded: Any = auto_class(twin.config).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
         loaded.to(twin.device).eval()
     row = twin.rows[1][None]
-    logits = [m(input_ids=row, use_cache=False).logits for m in (loaded, twin.own)]
+    logits = [m(input_ids=row, use_cache=False).logits for m in (loaded, twin.reference)]
     return proof.distance(logits[:1], logits[1:]), proof.BOUND
 
 

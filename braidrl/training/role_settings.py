@@ -24,7 +24,7 @@ class RoleSettings:
     """The settings that hold for one role: those under `roles.ROLE`, otherwise the run's."""
 
     role: str
-    own: frozenset[str]
+    overridden: frozenset[str]
     """The names of the settings under `roles.ROLE`."""
     model: Path
     device: str
@@ -54,7 +54,7 @@ class RoleSettings:
 
     def key(self, name: str) -> str:
         """Return the configuration key that sets one of these settings."""
-        if name in self.own:
+        if name in self.overridden:
             return f"roles.{self.role}.{name}"
         return name if name in ("model", "dtype") else f"trainer.{name}"
 
@@ -70,7 +70,7 @@ def settings_of(role: str, config: Config) -> RoleSettings:
     lora = role_config.lora or trainer.lora
     return RoleSettings(
         role=role,
-        own=frozenset(name for name in RoleConfig.model_fields if getattr(role_config, name) is not None),
+        overridden=frozenset(name for name in RoleConfig.model_fields if getattr(role_config, name) is not None),
         model=Path(role_config.model or config.model),
         device=config.device,
         configured_dtype=role_config.dtype or config.dtype,

@@ -116,8 +116,8 @@ class WeightOffer:
         """
         self.device = current_device(device.type == "cuda")
         self.ranks, self.sent_bytes = ranks, 0
-        self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
-        self._seen = set[int]()
+        self._offered: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
+        self._offered_before = set[int]()
         """All versions that were ever offered; their numbers need not grow."""
         self._requests = dict[int, WeightRequest]()
         """Requests that are in no transfer yet, at the first sender."""
@@ -142,15 +142,15 @@ class WeightOffer:
         """
         merged = any(part.is_merged_together for part in parts.values())
         with self._changed:
-            self._kept[version] = snapshot(parts) if merged else parts, is_current
-            self._seen.add(version)
+            self._offered[version] = snapshot(parts) if merged else parts, is_current
+            self._offered_before.add(version)
             self._changed.notify_all()
         return OfferedWeights(**vars(self.senders), version=version)
 
     def forget(self, version: int) -> None:
         """Stop offering a version; a transfer in progress completes."""
         with self._changed:
-            self._kept.pop(version, None)
+            self._offered.pop(version, None)
 
     def close(self) -> None:
         """Stop serving; a transfer still in progress ends with this process."""
@@ -176,9 +176,9 @@ class WeightOffer:
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: request.version in self._seen, senders.limit_s)  # noqa: B023
-                    parts, is_current = self._kept.get(request.version, ({}, lambda: False))
-                    before, is_before = self._kept.get(request.held, (None, lambda: True))
+                    self._changed.wait_for(lambda: request.version in self._offered_before, senders.limit_s)  # noqa: B023
+                    parts, is_current = self._offered.get(request.version, ({}, lambda: False))
+                    before, is_before = self._offered.get(request.held, (None, lambda: True))
                 if not is_current():
                     raise TransferError("the weights have changed since that version; engines receive the next one")
                 before = before if is_before() else None
@@ -236,7 +236,7 @@ class OfferedWeights(Senders):
     """Bytes that workers have received through this object's requests."""
 
     @contextmanager
-    def asked(self, receivers: int, held: "OfferedWeights | None" = None) -> Iterator[TransferNotice]:
+    def request(self, receivers: int, held: "OfferedWeights | None" = None) -> Iterator[TransferNotice]:
         """Request the version; yield the notice for its `receivers` workers.
 
         The request is cancelled if the caller fails. `held` is the version that the workers hold: if the senders still
@@ -263,7 +263,7 @@ class OfferedWeights(Senders):
         return (self.secret, self.version) == (other.secret, other.version)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        with self.asked(1) as notice:
+        with self.request(1) as notice:
             yield from Incoming(notice, 0, current_device(self.cuda)).tensors()
 
     def put_into(self, parts: Mapping[str, WeightPart], ranks: Ranks | None = None) -> None:
@@ -272,7 +272,7 @@ class OfferedWeights(Senders):
         Raises as `Incoming.put_into`.
         """
         ranks, device = ranks or Ranks(), next(part.tensor.device for part in parts.values())
-        with self.asked(ranks.size) if ranks.rank == 0 else nullcontext() as notice_here:
+        with self.request(ranks.size) if ranks.rank == 0 else nullcontext() as notice_here:
             notice, *_ = ranks.all_gather("weights on offer", notice_here, TransferNotice | None)
             Incoming(notice, ranks.rank, device).put_into(parts)
 
@@ -295,7 +295,7 @@ class Incoming:
         TransferError.
         """
         with self._joined(lambda held: held.tensors) as transfer:
-            tensors = transfer.known.tensors
+            tensors = transfer.index.tensors
             arriving = Arriving(tensors, self.device)
             for number in transfer.steps({}, arriving):
                 for name in transfer.arrivals[number]:
@@ -364,10 +364,10 @@ class Arriving(dict[str, WeightPart]):
     """Full tensors, each allocated when its first block arrives."""
 
     def __init__(self, tensors: Mapping[str, WeightPart], device: torch.device) -> None:
-        self._known, self._device = tensors, device
+        self._tensors, self._device = tensors, device
 
     def __missing__(self, name: str) -> WeightPart:
-        self[name] = WeightPart([name], torch.empty_like(self._known[name].local, device=self._device))
+        self[name] = WeightPart([name], torch.empty_like(self._tensors[name].local, device=self._device))
         return self[name]
 
 

@@ -66,7 +66,7 @@ class EngineWeights:
         targets = self.model.state_dict(keep_vars=True)
         shapes = {name: tensor.shape for name, tensor in targets.items()}
         if isinstance(source, OfferedWeights):
-            with source.asked(1) as notice:
+            with source.request(1) as notice:
                 Incoming(notice, 0, self.model.device).put_into(weight_parts(self.model), shapes)
         elif isinstance(source, Incoming):
             source.put_into(weight_parts(self.model), shapes)
@@ -150,7 +150,7 @@ class GenerationWeights:
             in_storage.setdefault(part.local.untyped_storage()._cdata, []).append(name)
         if self._gathers:
             device = next(iter(generated.values())).tensor.device
-            tensors = self.transfer.known.tensors
+            tensors = self.transfer.index.tensors
             full = {name: torch.empty_like(part.local, device=device) for name, part in tensors.items()}
             self.transfer.run(trained, weight_parts(full))
         self._occupied = {name: trained[name].local.untyped_storage().nbytes() for name in self._shared}

@@ -137,9 +137,9 @@ class WeightPart:
     tensor: Tensor | AdaptedTensor
     sliced: tuple[torch.Size, Box] | None = None
     """The global shape, and the block that a plain (non-DTensor) tensor holds; None for the full tensor."""
-    kept: float = 0.0
+    decay: float = 0.0
     """The weight of the old values when a block is written (EMA decay)."""
-    others: tuple["WeightPart", ...] = ()
+    other_parts: tuple["WeightPart", ...] = ()
     """Further blocks of the tensor on this rank, such as a copy of another rank's."""
 
     @cached_property
@@ -168,11 +168,11 @@ class WeightPart:
     @property
     def boxes(self) -> list[Box]:
         """All blocks of the global tensor on this rank."""
-        return [self.box, *(other.box for other in self.others)]
+        return [self.box, *(other.box for other in self.other_parts)]
 
     def block(self, box: Box) -> Tensor:
         """Return a block of the global tensor as a view of this part, which contains it."""
-        part = next((part for part in (self, *self.others) if part.box.contains(box)), self)
+        part = next((part for part in (self, *self.other_parts) if part.box.contains(box)), self)
         return box.of(part.local, part.box)
 
     def renamed(self, name: str, held: Box, shape: torch.Size, box: Box) -> "WeightPart":
@@ -186,14 +186,14 @@ class WeightPart:
         same time.
         """
         local = local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
-        return WeightPart(self.names, local, (self.shape, self.box), others=self.others)
+        return WeightPart(self.names, local, (self.shape, self.box), other_parts=self.other_parts)
 
     @torch.no_grad()
     def put(self, block: Tensor, box: Box) -> None:
         """Write a block of the global tensor into this part, which has no adapter."""
         local_block = self.block(box)
-        if self.kept:
-            local_block.lerp_(block.to(local_block), 1.0 - self.kept)
+        if self.decay:
+            local_block.lerp_(block.to(local_block), 1.0 - self.decay)
         elif local_block.data_ptr() != block.data_ptr():
             local_block.copy_(block)
 

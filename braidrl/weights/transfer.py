@@ -63,7 +63,7 @@ class WeightTransfer:
         its parts. The `transport` moves the bytes, by default the ranks' process group. Raises ValueError if a wanted
         block is on no rank.
         """
-        self.known, self.ranks, self.device, self.limit_bytes = index, ranks, device, limit_bytes
+        self.index, self.ranks, self.device, self.limit_bytes = index, ranks, device, limit_bytes
         self.names = list(index.tensors)
         self.dtypes = [part.tensor.dtype for part in index.tensors.values()]
         self.transport = transport or GroupTransport(ranks, torch.device("cpu"))
@@ -294,5 +294,5 @@ class LayoutCopy:
 
     def refresh(self, keep: float = 0.0) -> TransferVolume:
         """Copy the current weights; `keep` is the weight of the old values (EMA decay). Return the bytes moved."""
-        into = {name: replace(part, kept=keep) for name, part in self.target().items()}
+        into = {name: replace(part, decay=keep) for name, part in self.target().items()}
         return self.transfer.run(self.source(), into)

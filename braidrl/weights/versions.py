@@ -66,7 +66,7 @@ class LoadingSchedule:
         self.engines = {name: HeldVersion(UNKNOWN) for name in self.engines}
 
     @property
-    def wanted(self) -> set[int]:
+    def needed_versions(self) -> set[int]:
         """Return the versions that engines may still request."""
         return {self.target, *(held.loading for held in self.engines.values() if held.loading is not None)}
 

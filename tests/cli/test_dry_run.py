@@ -49,7 +49,7 @@ PPO: dict[str, Any] = {
         (
             {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 3}}},
             [
-                (3, (RoleUse("actor", False, True, apart=True),)),
+                (3, (RoleUse("actor", False, True, is_separate=True),)),
                 (1, (RoleUse("actor", True, False),)),
                 (1, (CRITIC,)),
                 (1, (REFERENCE,)),

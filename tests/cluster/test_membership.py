@@ -56,12 +56,12 @@ def test_a_launcher_writes_memberships_without_dead_processes_and_with_those_tha
     ranks = Members(store, ["0.0", "1.0"])
     wait_to_join(store, "2.0")
     ranks.change(["0.0"], ["0.1"])
-    assert ranks.known == newest(store, Membership(0, ("0.0", "1.0"))) == Membership(1, ("1.0", "0.1"))
+    assert ranks.membership == newest(store, Membership(0, ("0.0", "1.0"))) == Membership(1, ("1.0", "0.1"))
     assert ranks.waiting() == ["2.0"]
     ranks.lose("2.0")
-    assert ranks.waiting() == [] and ranks.known.number == 1, "it was no member"
+    assert ranks.waiting() == [] and ranks.membership.number == 1, "it was no member"
     ranks.change()
-    assert ranks.known == Membership(2, ("1.0", "0.1")), "all meet anew"
+    assert ranks.membership == Membership(2, ("1.0", "0.1")), "all meet anew"
 
 
 def test_repairs_beyond_the_budget_of_an_hour_are_refused() -> None:

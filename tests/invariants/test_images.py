@@ -263,7 +263,7 @@ def test_memory_stays_flat_over_300_steps_of_images_that_were_not_seen_before(fo
             resident.append(psutil.Process().memory_info().rss / 2**20)
         seen = images_of_role(training)
         # More images than are kept: the oldest ones leave.
-        assert seen.encoded_count > 100 + len(seen._kept) and seen._held <= 2**20
+        assert seen.encoded_count > 100 + len(seen._cached) and seen._cached_bytes <= 2**20
     print(f"MiB after 50, 100, 200 and 300 steps: {[round(resident[n - 1]) for n in (50, 100, 200, 300)]}")
     assert resident[-1] - resident[99] < 16
 

@@ -65,7 +65,7 @@ class FailingStreaming(Streaming):
         super()._note(worker, rows, shares, stage)
         if stage is not None and worker.training is not None:
             training = worker.training
-            epoch = training.updates.made // (training.batch.steps // self.work.sizes.epochs)
+            epoch = training.updates.steps_made // (training.batch.steps // self.work.sizes.epochs)
             self.result.trained.update(((stage.name, epoch), row) for row in rows)
 
     def _start(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float], version: int | None) -> None:

@@ -45,7 +45,7 @@ def test_ranks_stop_when_they_meet_and_not_before() -> None:
     interrupts = Interrupts(alone=False)
     with interrupts_handled(interrupts.handle):
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.asked
+        assert interrupts.stop_requested
         with interrupts.hold():
             interrupts.agree(True)
         interrupts.agree(False)
@@ -60,7 +60,7 @@ def test_local_work_is_interrupted_at_once_unless_held() -> None:
     held = Interrupts(alone=False)
     with interrupts_handled(held.handle), held.hold(), held.local():
         signal.raise_signal(signal.SIGINT)
-    assert interrupts.asked and held.asked
+    assert interrupts.stop_requested and held.stop_requested
 
 
 def test_duplicate_interrupt_still_waits_for_agreement(monkeypatch: pytest.MonkeyPatch) -> None:

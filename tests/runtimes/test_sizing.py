@@ -160,5 +160,5 @@ def test_a_role_that_follows_another_has_no_optimizer_on_the_devices_of_any_runt
     result = []
     for runtime in ("hybrid", "streaming"):
         groups = sizing.device_groups(without_data(workshop.config(runtime=runtime, **sections)).deployment)
-        result.append({use.role: use.trained for group in groups for use in group.uses if not use.apart})
+        result.append({use.role: use.trained for group in groups for use in group.uses if not use.is_separate})
     assert result[0] == result[1] == {"actor": True, "reference": False}

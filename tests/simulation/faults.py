@@ -115,7 +115,7 @@ def steps_forgotten_by_half(patches: pytest.MonkeyPatch) -> None:
 
 def published_before_trained(patches: pytest.MonkeyPatch) -> None:
     """A version is published when its rows are done, whatever steps are missing."""
-    patches.setattr(TrainingProgress, "_is_made", lambda self, stage, batch: batch.made[stage.name] > 0)
+    patches.setattr(TrainingProgress, "_is_made", lambda self, stage, batch: batch.steps_made[stage.name] > 0)
 
 
 def freed_while_referenced(patches: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ class SimulatedRun:
     @property
     def leader(self) -> str:
         """Return the name at the queue of the first rank."""
-        return leader_of("actor", self.ranks.known)
+        return leader_of("actor", self.ranks.membership)
 
     def lose_rank(self, number: int) -> None:
         """Kill a process of the trainer; the main program notices, and starts it again."""
@@ -300,14 +300,14 @@ class SimulatedRun:
     def _notice(self, number: int, starts: int) -> None:
         self.clock.after(RETURN_S, partial(self._return, number, starts + 1))
         lost = member_name(number, starts)
-        if lost in self.ranks.known.members:
+        if lost in self.ranks.membership.members:
             self._regroup([lost], member_name(number, starts + 1))
         else:
             self.ranks.lose(lost)
 
     def _return(self, number: int, starts: int) -> None:
         self.living_ranks[number] = starts
-        if member_name(number, starts) not in self.ranks.known.members:
+        if member_name(number, starts) not in self.ranks.membership.members:
             wait_to_join(self.ranks.store, member_name(number, starts))
         self._meet()
 
@@ -316,7 +316,7 @@ class SimulatedRun:
         checkpoint of the published version.
         """
         before, came = self.leader, self.ranks.waiting()
-        left = [member for member in self.ranks.known.members if member not in dead]
+        left = [member for member in self.ranks.membership.members if member not in dead]
         self.ranks.change(dead, came if left or came else [again])
         self.control.fail(before, died=False)
         self.control.continue_from_memory({"actor": self.leader})
@@ -329,7 +329,7 @@ class SimulatedRun:
     def _meet(self) -> None:
         """Let the first rank register if all have come, and none is still at work with the ranks before."""
         living = {member_name(*rank) for rank in self.living_ranks.items()}
-        known = self.ranks.known
+        known = self.ranks.membership
         trainers = [worker for worker in self.workers if isinstance(worker, Trainer)]
         is_free = not any(worker.alive or worker.holder == self.leader for worker in trainers)
         if is_free and living.issuperset(known.members):

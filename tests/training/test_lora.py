@@ -236,7 +236,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
     moved = LayoutCopy(lambda: parts, lambda: own, Ranks()).refresh().stayed if way == "in place" else 0
     if way == "collective":
         offer = WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"))
-        with closing(offer), offer.keep(1, parts).asked(1) as notice:
+        with closing(offer), offer.keep(1, parts).request(1) as notice:
             moved = Incoming(notice, 0, torch.device("cpu")).put_into(own).received
     elif way == "file":
         writer = WeightWriter(parts, Ranks())

@@ -66,7 +66,7 @@ def send_two_versions(world: World, trainers: dist.ProcessGroup, nodes: str) -> 
             source = offer.keep(version, parts)
             before = offer.sent_bytes
             if world.first:
-                notices = [asdict(asked.enter_context(source.asked(TENSOR, held))) for _ in range(ENGINES)]
+                notices = [asdict(asked.enter_context(source.request(TENSOR, held))) for _ in range(ENGINES)]
                 held = source
         notices = world.share("notices", notices)
         if offer is None:

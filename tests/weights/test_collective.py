@@ -68,7 +68,7 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
         if n != "output"
     }
     own["embedding"].names.append("output")
-    with source.asked(3) as notice:
+    with source.request(3) as notice:
         threads = [
             threading.Thread(target=lambda n=n: result[n].update(Incoming(notice, n, CPU).tensors())) for n in (0, 1)
         ]
@@ -114,7 +114,7 @@ def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
         (sources[2], sources[1], third),
     ):
         before = offer.sent_bytes
-        with source.asked(1, held) as notice:
+        with source.request(1, held) as notice:
             Incoming(notice, 0, CPU).put_into(own)
         # The worker of another precision holds what the run's values become in it.
         assert torch.equal(own["weight"].local, box.of(tensors["weight"]).float())
@@ -123,7 +123,7 @@ def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
     assert sent[1] < sent[0] / 4 and sent[2] < sent[0] * 1.2, sent
     offer.forget(1)
     before = offer.sent_bytes
-    with sources[2].asked(1, sources[1]) as notice:
+    with sources[2].request(1, sources[1]) as notice:
         Incoming(notice, 0, CPU).put_into(own)
     assert offer.sent_bytes - before == sent[0], "the senders no longer have the version that the worker holds"
 
@@ -155,7 +155,7 @@ def test_a_sender_waits_for_a_version_that_other_senders_have_already(offer: Wei
 def test_another_models_worker_refuses_the_weights_and_keeps_its_own(offer: WeightOffer) -> None:
     own = full_parts({"norm": torch.zeros(3)}.items())
     with (
-        kept(offer).asked(1) as notice,
+        kept(offer).request(1) as notice,
         pytest.raises(ValueError, match="not those of this model"),
     ):
         Incoming(notice, 0, CPU).put_into(own, {"norm": torch.Size([3])})
@@ -167,7 +167,7 @@ def test_missing_worker_is_waited_for_only_until_the_time_limit() -> None:
     with closing(WeightOffer(Ranks(), "127.0.0.1", 0.5, CPU)) as offer:
         source = kept(offer)
         with (
-            source.asked(2) as notice,
+            source.request(2) as notice,
             pytest.raises(TransferError, match=r"2 of 3 processes .*0.5 s"),
         ):
             dict(Incoming(notice, 0, CPU).tensors())
@@ -176,7 +176,7 @@ def test_missing_worker_is_waited_for_only_until_the_time_limit() -> None:
 def test_a_request_that_is_given_up_holds_nothing_up(offer: WeightOffer) -> None:
     source = kept(offer)
     start = time.monotonic()
-    with pytest.raises(KeyError), source.asked(1):
+    with pytest.raises(KeyError), source.request(1):
         raise KeyError
     # A process that dies as it asks leaves a number without content.
     source.store().add("asked", 1)
@@ -194,7 +194,7 @@ def test_a_worker_that_dies_between_its_request_and_the_transfer_holds_nothing_u
         store.wait([f"{number}/joined"])
         raise KeyError
 
-    with pytest.raises(KeyError), source.asked(1) as notice:
+    with pytest.raises(KeyError), source.request(1) as notice:
         die(notice.number)
     assert len(dict(source.tensors())) == len(TENSORS)
     assert time.monotonic() - start < 30
@@ -212,7 +212,7 @@ def test_engines_that_ask_together_share_a_transfer_and_a_late_one_is_served_alo
         return joined(store, *about)
 
     monkeypatch.setattr(collective, "transfer_group", counted)
-    with source.asked(1) as first, source.asked(1) as second, source.asked(1) as late:
+    with source.request(1) as first, source.request(1) as second, source.request(1) as late:
         other = threading.Thread(target=lambda: dict(Incoming(second, 0, CPU).tensors()))
         other.start()
         assert len(dict(Incoming(first, 0, CPU).tensors())) == len(TENSORS)
@@ -224,7 +224,7 @@ def test_engines_that_ask_together_share_a_transfer_and_a_late_one_is_served_alo
 def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer) -> None:
     # More than the sockets have room for, so that the sender has to wait for a worker that does not read.
     source = kept(offer, 1, {str(number): torch.zeros(1 << 22) for number in range(8)})
-    with source.asked(1) as notice:
+    with source.request(1) as notice:
         worker = multiprocessing.get_context("forkserver").Process(target=die_after_one, args=(notice,))
         worker.start()
         worker.join(300)
@@ -248,14 +248,14 @@ def test_senders_that_die_during_a_transfer_are_an_error_of_the_transfer() -> No
     source = OfferedWeights(**ours.recv())
 
     def receive() -> None:
-        with source.asked(1) as notice:
+        with source.request(1) as notice:
             for _ in Incoming(notice, 0, CPU).tensors():
                 sender.kill()
                 sender.join()
 
     with pytest.raises(TransferError, match="weights did not arrive"):
         receive()
-    with pytest.raises(TransferError, match="weights did not arrive"), source.asked(1):
+    with pytest.raises(TransferError, match="weights did not arrive"), source.request(1):
         pass
 
 

@@ -229,7 +229,7 @@ class Reasoning:
     """A turn's text in two parts."""
 
     thought: str | None
-    said: str
+    text: str
     signature: str = ""
     """The tags around the thought, with which `joined` makes the text again."""
 
@@ -272,7 +272,7 @@ class BlockEvents(TurnEvents):
 
     @abstractmethod
     def start(self, kind: str) -> Iterator[str]:
-        """Yield the events that begin a part, `thought` or `said`."""
+        """Yield the events that begin a part, `thought` or `text`."""
 
     @abstractmethod
     def delta(self, kind: str, text: str) -> Iterator[str]:
@@ -299,7 +299,7 @@ class BlockEvents(TurnEvents):
             self.number += 1
 
     def _grow(self, parts: Reasoning) -> Iterator[str]:
-        for kind, text in (("thought", parts.thought), ("said", parts.said or None)):
+        for kind, text in (("thought", parts.thought), ("said", parts.text or None)):
             if text is None:
                 continue
             if kind not in self._lengths:

@@ -133,8 +133,8 @@ def blocks_of(reply: TurnReply) -> list[dict[str, Any]]:
     parts, content = split_reasoning(reply.text, reply.opened), []
     if parts.thought is not None:
         content.append({"type": "thinking", "thinking": parts.thought, "signature": parts.signature})
-    if parts.said:
-        content.append({"type": "text", "text": parts.said})
+    if parts.text:
+        content.append({"type": "text", "text": parts.text})
     return [*content, *map(tool_use, reply.message.get("tool_calls", []))]
 
 

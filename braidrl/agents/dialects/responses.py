@@ -124,8 +124,8 @@ def items_of(reply: TurnReply) -> list[dict[str, Any]]:
     parts, output = split_reasoning(reply.text, reply.opened), []
     if parts.thought is not None:
         output.append(thought_item(f"{reply.name}-0", parts))
-    if parts.said or not (output or reply.message.get("tool_calls")):
-        output.append(text_item(f"{reply.name}-{len(output)}", parts.said))
+    if parts.text or not (output or reply.message.get("tool_calls")):
+        output.append(text_item(f"{reply.name}-{len(output)}", parts.text))
     for call in reply.message.get("tool_calls", []):
         output.append(call_item(f"{reply.name}-{len(output)}", call))
     return output
@@ -196,9 +196,9 @@ class ResponseEvents(BlockEvents):
             yield self.within("response.reasoning_text.done", text=parts.thought)
             yield self.numbered("response.output_item.done", item=thought_item(self.item, parts))
         else:
-            yield self.within("response.output_text.done", text=parts.said, logprobs=[])
-            yield self.within("response.content_part.done", part=text_part(parts.said))
-            yield self.numbered("response.output_item.done", item=text_item(self.item, parts.said))
+            yield self.within("response.output_text.done", text=parts.text, logprobs=[])
+            yield self.within("response.content_part.done", part=text_part(parts.text))
+            yield self.numbered("response.output_item.done", item=text_item(self.item, parts.text))
 
     def call(self, call: Json) -> Iterator[str]:
         item, arguments = call_item(self.item, call), call["function"]["arguments"]

@@ -89,7 +89,7 @@ class PolicyAdapters:
         weights.source.put_into(adapter_parts(self.trained[weights.role]))
 
     @torch.no_grad()
-    def beside(self, layers: Sequence[Any]) -> SideBySide | None:
+    def side_by_side(self, layers: Sequence[Any]) -> SideBySide | None:
         """Return a copy of the adapters of layers that are computed as one concatenated layer; None if none is
         adapted.
         """

@@ -275,9 +275,9 @@ class EmbeddedEngine(SteppingEngine):
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
         self._prompts.expect(row.request)
         if row.request.images:
-            row.rope_shift = self._seen(row.request)
+            row.rope_shift = self._rope_shift_of(row.request)
 
-    def _seen(self, request: Request) -> int:
+    def _rope_shift_of(self, request: Request) -> int:
         """Return the rope's offset of positions after a prompt with images. Raises UserError for a text-only engine."""
         if self.images is None:
             raise UserError(f"row {request.uid} has images, and the engine's model takes none; use a multimodal model")

@@ -261,9 +261,9 @@ class NativeDecoder:
         config: Any = model.config.get_text_config()
         self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
         self._adapters = adapters
-        self._beside: dict[tuple[nn.Module, ...], SideBySide | None] = {}
-        """Copies of the policies' adapters by the layers that a product is for, as of the change `_known`."""
-        self._known = -1
+        self._side_by_side: dict[tuple[nn.Module, ...], SideBySide | None] = {}
+        """Copies of the policies' adapters by the layers that a product is for, as of the change `_adapter_changes`."""
+        self._adapter_changes = -1
         self._policies: Tensor | None = None
         """The number of the policy of each token in this step."""
         self._by_row = has_row_product(model.dtype)
@@ -294,9 +294,9 @@ class NativeDecoder:
 
     def _look_up(self) -> None:
         """Look up the weights, and the adapters if they have changed."""
-        if self._adapters is not None and self._known != self._adapters.changes:
-            self._known = self._adapters.changes
-            self._beside.clear()
+        if self._adapters is not None and self._adapter_changes != self._adapters.changes:
+            self._adapter_changes = self._adapters.changes
+            self._side_by_side.clear()
         self._layers = []
         module: Any
         for module in local_layers(self._model):
@@ -354,9 +354,9 @@ class NativeDecoder:
     def _adapters_of(self, layers: Sequence[nn.Module]) -> SideBySide | None:
         if self._adapters is None:
             return None
-        if (key := tuple(layers)) not in self._beside:
-            self._beside[key] = self._adapters.beside(layers)
-        return self._beside[key]
+        if (key := tuple(layers)) not in self._side_by_side:
+            self._side_by_side[key] = self._adapters.side_by_side(layers)
+        return self._side_by_side[key]
 
     def logits(
         self,

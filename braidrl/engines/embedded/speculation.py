@@ -106,7 +106,7 @@ class Guesses:
         self._earlier, self._books = EarlierResponses(), dict[bytes, Book]()
         self._prompts: list[bytes | None] = [None] * slots
         self._pointers = torch.zeros(slots, dtype=torch.int64)
-        self._before = torch.zeros(slots, DEPTH, dtype=torch.int64)
+        self._preceding = torch.zeros(slots, DEPTH, dtype=torch.int64)
         self._read = torch.zeros(slots, dtype=torch.int64)
         """Drawn tokens of each slot's row that its book has."""
         self.cells = torch.ones(*CELLS, 2)
@@ -130,7 +130,7 @@ class Guesses:
             book.read(ids[prompt_length:], last_tokens(ids[:prompt_length]))
         book.rows += 1
         self._prompts[slot], self._pointers[slot], self._read[slot] = name, book.address, 0
-        self._before[slot] = last_tokens(ids)
+        self._preceding[slot] = last_tokens(ids)
 
     def end(self, slot: int, request: Request, drawn: Tensor, aborted: bool) -> None:
         """Release a slot; a complete response is stored for later epochs."""
@@ -142,7 +142,7 @@ class Guesses:
             del self._books[name]
         elif int(self._read[slot]) < len(drawn):
             read = int(self._read[slot])
-            book.read(drawn[read:], last_tokens(torch.cat([self._before[slot], drawn[:read]])))
+            book.read(drawn[read:], last_tokens(torch.cat([self._preceding[slot], drawn[:read]])))
         if not aborted:
             self.remember(request, drawn)
 
@@ -164,7 +164,7 @@ class Guesses:
         """
         drafts = torch.empty((len(slots), LONGEST), dtype=torch.int64)
         probabilities = torch.empty(drafts.shape)
-        arrays = (self._before, tokens, slots, self._read, drawn, most, drafts)
+        arrays = (self._preceding, tokens, slots, self._read, drawn, most, drafts)
         done = self._functions.draft(
             address(self._pointers, torch.int64),
             address(self.cells, torch.float32),

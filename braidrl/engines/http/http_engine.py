@@ -115,8 +115,8 @@ class HttpEngine:
         self.version, self.max_sequence_tokens = 0, spec.needs.tokens
         self.weights = secrets.token_hex(8)
         """The label of the server's weights, unique over all runs."""
-        self._given = False
-        self._held: OfferedWeights | None = None
+        self._is_labelled = False
+        self._held_weights: OfferedWeights | None = None
         """The weights that the server received over the network from the run's ranks."""
         self._session: ClientSession | None = None
         self._rows: dict[Uid, tuple[EngineRow, asyncio.Future[dict[str, Any]]]] = {}
@@ -300,7 +300,7 @@ class HttpEngine:
     async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
         """Change the server's weights. Raises EngineError if that fails; the version of its weights is then unknown."""
         label = secrets.token_hex(8)
-        held, self._held = self._held, None
+        held, self._held_weights = self._held_weights, None
         try:
             if isinstance(weights, OfferedWeights):
                 path, field = self.spec.dialect.label
@@ -317,8 +317,8 @@ class HttpEngine:
                     await self.ask("POST", path, body)
         except UserError as error:
             raise EngineError(f"the weights of {self.url} could not be changed: {error}") from error
-        self.weights, self._given = label, True
-        self._held = weights if isinstance(weights, OfferedWeights) else None
+        self.weights, self._is_labelled = label, True
+        self._held_weights = weights if isinstance(weights, OfferedWeights) else None
 
     async def _receive(self, offered: OfferedWeights, label: str, held: OfferedWeights | None = None) -> None:
         """Make the server's workers receive the offered weights."""
@@ -326,7 +326,7 @@ class HttpEngine:
         assert dialect.receive is not None, "checked before the run"
         path, field = dialect.workers
         workers = int((await self.ask("GET", path))[field])
-        with offered.asked(workers, held) as notice:
+        with offered.request(workers, held) as notice:
             for call in dialect.receive(asdict(notice), label):
                 answer = await self.ask("POST", *call)
                 for failure in filter(None, answer.get("results") or ()):
@@ -336,7 +336,7 @@ class HttpEngine:
         """Raise EngineError if the server was restarted after it received its weights: it may then serve other
         weights.
         """
-        if not self._given:
+        if not self._is_labelled:
             return
         path, field = self.spec.dialect.label
         if (label := (await self.ask("GET", path)).get(field)) != self.weights:
@@ -358,7 +358,7 @@ class HttpEngine:
             await self.ask("GET", self.spec.dialect.settings)
         except UserError as error:
             raise EngineError(str(error)) from error
-        self._given, self._failure = False, None
+        self._is_labelled, self._failure = False, None
         return NOTHING_YET
 
     def load(self) -> Load:

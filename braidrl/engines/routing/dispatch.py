@@ -57,7 +57,7 @@ class Dispatcher:
         self.jobs: dict[Uid, Job] = {}
         self.waiting: OrderedDict[Uid, Job] = OrderedDict()
         self._prefixes: OrderedDict[Prefix, dict[int, int]] = OrderedDict()
-        self._seen: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
 
     def engine_of(self, uid: Uid) -> int | None:
         """Return the row's engine; None while it waits. Raises KeyError if it is not in flight."""
@@ -76,7 +76,7 @@ class Dispatcher:
         return (row, engine).
         """
         assigned = []
-        expected = self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else FIRST_GUESS
+        expected = self._finished["tokens"] / self._finished["rows"] if self._finished["rows"] else FIRST_GUESS
         while self.waiting:
             work = {n: s.work for n, s in enumerate(self.engines) if s.alive and s.rows < s.slots}
             if not work:
@@ -113,7 +113,7 @@ class Dispatcher:
         if response_tokens is not None:
             if engine is not None:
                 self._remember(uid, engine, job.prompt_tokens + response_tokens)
-            self._seen.update(rows=1, tokens=response_tokens)
+            self._finished.update(rows=1, tokens=response_tokens)
 
     def fail(self, engine: int) -> list[Uid]:
         """Mark an engine as dead, and return its rows, which go to the front of the queue."""

@@ -95,7 +95,7 @@ class Router:
         finished: Response | None = None
         try:
             while finished is None:
-                if (number := await self._place(uid)) is None:
+                if (number := await self._wait_for_slot(uid)) is None:
                     # The row was aborted before it had an engine.
                     return EngineRow(request, request.sampling.max_tokens).finished(aborted=True)
                 call = self._calls[uid] = asyncio.ensure_future(self.engines[number].submit(request))
@@ -180,7 +180,7 @@ class Router:
         self._sources.clear()
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    async def _place(self, uid: Uid) -> int | None:
+    async def _wait_for_slot(self, uid: Uid) -> int | None:
         """Wait for an engine with a free slot.
 
         Returns None for an aborted row. Raises EngineError after `give_up_s` without a living engine.
@@ -274,7 +274,7 @@ class ResumingEngine:
         self._preempted: set[Uid] = set()
         self._parts: dict[Uid, list[Response]] = {}
         """What preempted rows had before they resumed."""
-        self._held: list[tuple[Sequence[Request], RowEnded]] | None = None
+        self._deferred: list[tuple[Sequence[Request], RowEnded]] | None = None
         """Rows that wait for new weights, while these are loaded."""
 
     async def submit(self, request: Request) -> Response:
@@ -288,8 +288,8 @@ class ResumingEngine:
 
     def start_rows(self, requests: Sequence[Request], ended: RowEnded) -> None:
         """Start rows; the end of each makes a callback."""
-        if self._held is not None:
-            self._held.append((requests, ended))
+        if self._deferred is not None:
+            self._deferred.append((requests, ended))
             return
         self._rows.update((request.uid, (request, ended)) for request in requests)
         if isinstance(self.engine, EngineReplica):
@@ -321,9 +321,9 @@ class ResumingEngine:
 
     async def withdraw(self, uids: Collection[Uid]) -> None:
         """Remove rows without a response, and wait until the engine has removed them."""
-        if self._held is not None:
+        if self._deferred is not None:
             gone = set(uids)
-            self._held = [([r for r in requests if r.uid not in gone], ended) for requests, ended in self._held]
+            self._deferred = [([r for r in requests if r.uid not in gone], ended) for requests, ended in self._deferred]
         tasks = [self._tasks[uid] for uid in uids if uid in self._tasks]
         for uid in uids:
             self._parts.pop(uid, None)
@@ -338,7 +338,7 @@ class ResumingEngine:
 
     async def preempt(self) -> None:
         """Preempt all rows, and return when the engine has none."""
-        self._held = [] if self._held is None else self._held
+        self._deferred = [] if self._deferred is None else self._deferred
         # A cancelled request is forgotten here, but its engine may still have the row.
         while self._rows or self._tasks:
             for uid in list(self._rows):
@@ -361,7 +361,7 @@ class ResumingEngine:
             await change()
         finally:
             # Resumes preempted rows, and starts rows that were submitted in the meantime.
-            held, self._held = self._held or [], None
+            held, self._deferred = self._deferred or [], None
             for requests, ended in held:
                 self.start_rows(requests, ended)
 

@@ -118,7 +118,7 @@ class PartialResponses:
         """Collect the earlier tokens of rows, to be continued by weights of `version`; a row too stale for the next
         batch has no budget.
         """
-        self.config, self.asked = config, dict[Uid, Request]()
+        self.config, self.requests = config, dict[Uid, Request]()
         self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
         names = [column.name for column in returned_columns(columns_of(stage))]
@@ -138,14 +138,14 @@ class PartialResponses:
             rest, budget = remaining_request(request, self.before[request.uid]), self.budgets[request.uid]
             if rest is not None:
                 most = min(rest.sampling.max_tokens, budget or rest.sampling.max_tokens)
-                self.asked[request.uid] = replace(rest, sampling=replace(rest.sampling, max_tokens=most))
-        return list(self.asked.values())
+                self.requests[request.uid] = replace(rest, sampling=replace(rest.sampling, max_tokens=most))
+        return list(self.requests.values())
 
     def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
         """Return the response appended to its earlier part; it is suspended if its budget is spent, unless it is
         complete or repeats a phrase.
         """
-        request, response = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
+        request, response = self.requests[drawn.uid], joined([self.before[drawn.uid], drawn])
         spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
         room = max_sequence_tokens - len(request.prompt) - len(drawn.tokens)
         if not spent or room < 1 or len(response.tokens) >= self.config.rollout.max_response_tokens:
@@ -409,7 +409,7 @@ class Generation:
         nothing = {column.name: column.empty(dtype) for column in returned_columns(columns_of(stage))}
         if "environment" not in stage.params:
             return Response(uid, torch.empty(0, dtype=torch.int64), FinishReason.ERROR, nothing)
-        trajectory = Trajectory(uid, others={role: Trajectory(uid) for role in policies_of(stage)[1:]})
+        trajectory = Trajectory(uid, other_policies={role: Trajectory(uid) for role in policies_of(stage)[1:]})
         for of_policy in trajectory.every:
             of_policy.per_token = dict(nothing)
             of_policy.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))

@@ -71,7 +71,7 @@ class Loans:
     def __init__(self, world: World, wave: int) -> None:
         self.world, self.wave = world, wave
         self.engine: RoleEngine | None = None
-        self.own: dict[Uid, Request] = {}
+        self.requests: dict[Uid, Request] = {}
         self.on_returned: Callable[[Response], None] = lambda response: None
         self.lent: dict[Uid, int] = {}
         """The borrower of each row that has not come back."""
@@ -102,7 +102,7 @@ class Loans:
     def open(self, engine: RoleEngine, requests: Iterable[Request], on_returned: Callable[[Response], None]) -> None:
         """Start to lend waiting rows of `requests`, which return through `on_returned`, and to borrow rows."""
         self.engine, self.on_returned = engine, on_returned
-        self.own = {request.uid: request for request in requests}
+        self.requests = {request.uid: request for request in requests}
 
     def numbers(self) -> list[int]:
         """Return what this rank adds to a round: its waiting rows and free slots, and with `each` the same at its
@@ -171,12 +171,12 @@ class Loans:
 
     def _waiting(self) -> list[Uid]:
         assert self.engine is not None
-        return [uid for uid in self.engine.waiting_rows() if uid in self.own and uid not in self.lent]
+        return [uid for uid in self.engine.waiting_rows() if uid in self.requests and uid not in self.lent]
 
     def _lend(self, move: Move) -> list[Uid]:
         """Send this rank's last waiting rows, some of which may have started since the round; return the rows sent."""
         uids = self._waiting()[-move.rows :]
-        self._put(self._key("lent", move.lender, move.borrower), [self.own[uid] for uid in uids])
+        self._put(self._key("lent", move.lender, move.borrower), [self.requests[uid] for uid in uids])
         self.lent |= dict.fromkeys(uids, move.borrower)
         return uids
 
@@ -210,7 +210,7 @@ class Loans:
     def _forget(self) -> None:
         """Forget rows that are not needed: lent rows end without tokens."""
         for uid in self.lent:
-            request = self.own[uid]
+            request = self.requests[uid]
             self.returned[uid] = EngineRow(request, request.sampling.max_tokens).finished(aborted=True)
         self.lent, self.coming, self.finished, self.moves = {}, {}, {}, []
 

@@ -166,7 +166,7 @@ class EarlyStop:
         """Rows of those groups that are on other ranks."""
         self.waiting: list[tuple[Rows, list[Pending]]] = []
         """Finished rows, and their checks in the order of the verify stages."""
-        self.known: dict[int, list[Rows]] = {}
+        self.collected: dict[int, list[Rows]] = {}
         self.kept: list[int] = []
         self.before = -1
         """The first undecided group of all ranks in the last round."""
@@ -288,14 +288,14 @@ class EarlyStop:
                 self.left[uid[1]].discard(uid)
                 row = rows.index.take([number])
                 if uid[1] in self.undecided:
-                    self.known.setdefault(uid[1], []).append(row)
+                    self.collected.setdefault(uid[1], []).append(row)
                 elif self.mail is not None:
                     put_message(self.mail, self._key(uid), bytes(pack_rows(row)))
         self._collect()
-        complete = [group for group, rows in self.known.items() if len(rows) == self.samples]
+        complete = [group for group, rows in self.collected.items() if len(rows) == self.samples]
         for group in complete:
             assert self.segment is not None
-            rows = Rows.cat(self.known.pop(group))
+            rows = Rows.cat(self.collected.pop(group))
             self.undecided.discard(group)
             if not any(dropped(stage, rows) for stage in self.segment.select):
                 self.kept.append(group)
@@ -306,10 +306,10 @@ class EarlyStop:
         for group in list(self.awaited):
             keys = [self._key(uid) for uid in self.awaited[group]]
             assert self.mail is not None
-            if len(self.known.get(group, ())) + len(keys) == self.samples and has_message(self.mail, *keys):
+            if len(self.collected.get(group, ())) + len(keys) == self.samples and has_message(self.mail, *keys):
                 del self.awaited[group]
                 for key in keys:
-                    self.known[group].append(unpack_rows(message_at(self.mail, key, bytes)))
+                    self.collected[group].append(unpack_rows(message_at(self.mail, key, bytes)))
                     self.mail.delete_key(key)
 
     def _key(self, uid: Uid) -> str:

@@ -136,11 +136,11 @@ class HybridBackend:
             parts = rows_of_ranks(in_turn(index["group"].numpy(), group.mesh.size).tolist(), group.mesh.size)
             self._begin(output, group, parts, None, segment)
         elif stage.role is not None:
-            self._begin(output, *self._place(stage, table))
+            self._begin(output, *self._locate(stage, table))
         return table.with_output(output)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
-        return {name: float(total) for name, total in self._totals(stage, table, *self._place(stage, table)).items()}
+        return {name: float(total) for name, total in self._totals(stage, table, *self._locate(stage, table)).items()}
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Start every optimizer step; `publish` waits for them."""
@@ -296,7 +296,7 @@ class HybridBackend:
         generating = [o for o in table.outputs if o.stage.type == "generate" and "tokens" in o.stage.writes]
         return where_computed(table, [*generating, *(output for output in table.outputs if output.stage is READ)])
 
-    def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
+    def _locate(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
         """Start the inputs of a stage, or wait for those of a compute stage; then return the stage's group, and the
         rows of each of its ranks.
 
@@ -350,7 +350,7 @@ class HybridBackend:
                 continue
             stage, table = output.stage, output.table
             assert table is not None
-            group, parts = self._place(stage, table)
+            group, parts = self._locate(stage, table)
             totals, columns = None, dict[str, Column]()
             if stage.scope is Scope.BATCH:
                 totals = self._totals(stage, table, group, parts, output.iteration)

@@ -97,7 +97,7 @@ class HybridWorker:
         self.world = World()
         self.trace: TraceWriter | None = None
         self.meeting: dist.TCPStore | None = None
-        self.kept: dict[int, Rows] = {}
+        self.rows_by_key: dict[int, Rows] = {}
         self.accumulated: dict[str, Accumulated] = {}
         """The objectives of each role's next optimizer step, of a session."""
         self.peers: dict[int, Any] = {}
@@ -116,7 +116,7 @@ class HybridWorker:
         text, since the original exception may not be serializable.
         """
         for key in released:
-            self.kept.pop(key, None)
+            self.rows_by_key.pop(key, None)
         self.call.answers = values[count:]
         self.call.doing = (self.pool.name, method, Part())
         try:
@@ -209,7 +209,7 @@ class HybridWorker:
         """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to
         workers.
         """
-        self.kept, self.peers, self.accumulated = {}, {}, {}
+        self.rows_by_key, self.peers, self.accumulated = {}, {}, {}
         self.executor.generation.checks.pending.clear()
         self.executor.methods.clear()
         self.writing.trouble()
@@ -236,7 +236,7 @@ class HybridWorker:
     def make(self, origin: Origin, key: int) -> CallResult:
         """Read this rank's share of rows from data or a file, and keep them."""
         self.call.doing = (self.pool.name, f"reading {type(origin).__name__}", Part())
-        rows = self.kept[key] = self.rows.make(origin, self.rank, self.pool.workers)
+        rows = self.rows_by_key[key] = self.rows.make(origin, self.rank, self.pool.workers)
         return CallResult(pack_rows(rows.index), tuple(rows.payload), self.number, key)
 
     @register(protocol="DP")
@@ -347,7 +347,10 @@ class HybridWorker:
         """Return payload columns, or without names all, of some rows (n,) kept under each key: as arrays, which Ray
         copies only once.
         """
-        return [[np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(*request))] for request in requests]
+        return [
+            [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._kept_rows(*request))]
+            for request in requests
+        ]
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
@@ -359,7 +362,7 @@ class HybridWorker:
         if not len(part) and not self.executor.needs_all(stage):
             return CallResult()
         answer = self._compute(part, stage, iteration, run)
-        rows = self.kept[key] = Rows(answer.result)
+        rows = self.rows_by_key[key] = Rows(answer.result)
         index, names = pack_rows(rows.index), tuple(rows.payload)
         return CallResult(index, names, self.number, key, answer.sums, answer.seconds)
 
@@ -410,7 +413,7 @@ class HybridWorker:
         messages: dict[tuple[int, int], list[tuple[int, int, Numbers, tuple[str, ...]]]] = {}
         for n, (worker, key, rows, names) in enumerate(requests):
             if worker == self.number:
-                fetched[n].append(self._own(key, rows, names))
+                fetched[n].append(self._kept_rows(key, rows, names))
                 continue
             for start in range(0, len(rows), FETCHED_ROWS):
                 messages.setdefault((worker, start), []).append((n, key, rows[start : start + FETCHED_ROWS], names))
@@ -430,8 +433,8 @@ class HybridWorker:
                 fetched[n].append(decode([memoryview(frame) for frame in frames]))
         return [Rows.cat(parts) for parts in fetched]
 
-    def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
-        kept = self.kept[key]
+    def _kept_rows(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
+        kept = self.rows_by_key[key]
         kept = kept.only([name for name in columns if name in kept]) if columns else kept
         everything = len(rows) == len(kept) and bool((rows == np.arange(len(rows))).all())
         return kept if everything else kept.take(torch.tensor(rows))

@@ -44,7 +44,7 @@ class RoleUse:
     role: str
     trained: bool
     generates: bool
-    apart: bool = False
+    is_separate: bool = False
     """True if it generates in a separate pool."""
 
 
@@ -142,20 +142,20 @@ def role_deployment(use: RoleUse, deployment: Deployment, devices: int) -> RoleD
     """Return a role's configured deployment on this number of devices. Raises UserError if its layout does not fit."""
     config, decoding_ranks, placed = deployment.config, deployment.engines.ranks, undeployed(use, deployment)
     role, rollout, layout = use.role, config.rollout, placed.layout
-    if deployment.engines.apart and use.apart:
+    if deployment.engines.is_separate and use.is_separate:
         # Each process that generates starts its own engines.
         devices = decoding_ranks
-    if use.apart:
+    if use.is_separate:
         layout = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
     layout, sizes = layout.resolve(devices), placed.shape.sizes
-    if rollout.engine != "vllm" or not use.apart:
+    if rollout.engine != "vllm" or not use.is_separate:
         layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     inferring = deployment.inference_layouts.get(role) if use.trained else None
     engine = None
     if use.generates:
         engine = engine_use(role, placed.shape, layout, config, slots_of(config), decoding_ranks)
         # An engine on separate devices has the role's weights there, counted as engine weights.
-        engine = engine and replace(engine, own_weights=engine.own_weights and not use.apart)
+        engine = engine and replace(engine, own_weights=engine.own_weights and not use.is_separate)
     return replace(placed, layout=layout, inference=inferring and inferring.resolve(devices), engine=engine)
 
 
@@ -176,7 +176,7 @@ def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
         settings.layout,
         use.trained,
         scalar,
-        computes=not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)),
+        computes=not use.is_separate and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN)),
         tokens=settings.max_tokens,
         checkpointing=settings.activation_checkpointing,
         moment_bytes=moment_bytes(config.trainer),

@@ -148,7 +148,8 @@ def with_data(
     ranks: LoadingRanks | None = None,
     opens: bool = False,
 ) -> Prepared:
-    """Return a run with its data, in the table folders `kept` by another process, or tokenized together with `ranks`.
+    """Return a run with its data, in the table folders `kept` by another process, or tokenized together with
+    `ranks`.
 
     With `opens`, training data may still be read when this returns; the caller then calls `settle` from time to time.
     Raises UserError for data that it cannot use.

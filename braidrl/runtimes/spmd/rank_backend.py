@@ -193,7 +193,7 @@ class RankBackend:
         trace, version = self.trace if self.world.first else None, self.exchange.version
         with traced(trace, "compute", stage.name, self.exchange.iteration, rows=len(table), version=version):
             everywhere = Rows(self.executor.run(stage, table.index, Sums()))
-        payload = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
+        payload = everywhere.payload.take(table.local_positions) if len(table.local_positions) else Rows({})
         return table.with_columns(everywhere.index, payload)
 
     def _balanced_for_inference(self, stage: Stage, table: Shard) -> Shard:

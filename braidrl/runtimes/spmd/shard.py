@@ -54,19 +54,19 @@ class Shard:
         return self.rows[name]
 
     @cached_property
-    def mine(self) -> Tensor:
+    def local_positions(self) -> Tensor:
         """Return the positions of this rank's rows."""
         return (self.owner == self.rank).nonzero().flatten()
 
     @cached_property
     def rows(self) -> Rows:
         """Return this rank's rows with every column."""
-        index = self.index.take(self.mine)
+        index = self.index.take(self.local_positions)
         return index.with_columns(dict(self.payload.items())) if len(index) else index
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of this rank's columns; a rank without rows has no payload columns."""
-        return iter([*self.index, *self.payload] if len(self.mine) else ())
+        return iter([*self.index, *self.payload] if len(self.local_positions) else ())
 
     def with_columns(self, index: Rows, payload: Rows) -> "Shard":
         """Return the same rows with new index columns of all rows and new payload of this rank, if it has rows."""
@@ -80,7 +80,7 @@ class Shard:
         chosen = torch.as_tensor(positions, dtype=torch.int64)
         owner = self.owner[chosen]
         local_position = torch.zeros(len(self.owner), dtype=torch.int64)
-        local_position[self.mine] = torch.arange(len(self.mine))
+        local_position[self.local_positions] = torch.arange(len(self.local_positions))
         payload = self.payload.take(local_position[chosen[owner == self.rank]])
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
@@ -139,11 +139,13 @@ class ShardExchange:
         """
         new = Rows(columns)
         report = StageReport(
-            local_sums.pairs(), self.interrupts.asked, {name: Form.of(column) for name, column in new.index.items()}
+            local_sums.pairs(),
+            self.interrupts.stop_requested,
+            {name: Form.of(column) for name, column in new.index.items()},
         )
         with traced(self.waits, "ranks", "index columns", self.iteration, state="waiting", version=self.version):
             report = self.world.reduce("sums and index columns", report, StageReport.of_both, StageReport)
-            self.interrupts.agree(report.asked)
+            self.interrupts.agree(report.stop_requested)
             if report.differing:
                 raise ValueError(f"ranks have made different index columns: {report.differing}")
             index = self._gathered(table.owner, new.index, report.forms)
@@ -237,7 +239,7 @@ class StageReport:
     """Metric sums of ranks after a stage, whether one of them received a signal, and the forms of new index columns."""
 
     sums: dict[str, tuple[float, float]]
-    asked: bool
+    stop_requested: bool
     forms: dict[str, Form]
     differing: str = ""
     """The index columns of two ranks, if they differ; a rank without rows has none."""
@@ -247,12 +249,12 @@ class StageReport:
         sums = merged(self.sums, other.sums)
         kinds = [{name: (form.dtype, form.shape) for name, form in report.forms.items()} for report in (self, other)]
         differing = self.differing or other.differing
-        if all(kinds) and kinds[0] != kinds[1] and not (self.asked or other.asked):
+        if all(kinds) and kinds[0] != kinds[1] and not (self.stop_requested or other.stop_requested):
             differing = differing or f"{kinds[0]} and {kinds[1]}"
         forms = dict(self.forms or other.forms)
         if all(kinds) and not differing:
             forms = {name: form.of_both(other.forms[name]) for name, form in self.forms.items()}
-        return StageReport(sums, self.asked or other.asked, forms, differing)
+        return StageReport(sums, self.stop_requested or other.stop_requested, forms, differing)
 
 
 Pairs = Mapping[str, Sequence[float]]

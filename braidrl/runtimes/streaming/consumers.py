@@ -111,7 +111,7 @@ class Consumers:
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self._waits = waits_for(flow)
-        self._place = {stage.name: position for position, stage in enumerate(flow.stages)}
+        self._stage_order = {stage.name: position for position, stage in enumerate(flow.stages)}
         self._home: dict[str, str | None] = {}
         """The consumer of a stage, VERDICTS, or None: it runs wherever an update needs it."""
         for stage in flow.stages:
@@ -134,8 +134,8 @@ class Consumers:
         self.of_stage = {stage.name: c.name for c in self.by_name.values() for stage in c.stages}
         self.reporting = {stage.name: name for name, c in reversed(self.by_name.items()) for stage in c.stages}
         """The consumer that reports a stage which several run: the first."""
-        first = {name: self._place[c.stages[0].name] for name, c in self.by_name.items() if name not in trains}
-        first |= {name: self._place[name] for name in verdicts}
+        first = {name: self._stage_order[c.stages[0].name] for name, c in self.by_name.items() if name not in trains}
+        first |= {name: self._stage_order[name] for name in verdicts}
         self.writers = [ADMISSION, *sorted(first, key=first.__getitem__), *trains]
         """All writers of columns, in the flow's order."""
         self.trainers = [c for c in self if c.kind is Kind.TRAIN]
@@ -174,7 +174,7 @@ class Consumers:
         if stage.kind is Kind.SELECT or stage.scope is Scope.GROUP or VERDICTS in homes:
             return VERDICTS
         hosts = homes or {s.name for s in self.flow.stages if s.kind in (Kind.GENERATE, Kind.INFER)}
-        chosen = sorted((home for home in hosts if home), key=self._place.__getitem__)
+        chosen = sorted((home for home in hosts if home), key=self._stage_order.__getitem__)
         return chosen[-1] if homes else chosen[0]
 
     def _trained(self) -> dict[str, list[str]]:
@@ -219,7 +219,7 @@ class Consumers:
                 needed.add(name)
                 waits = [writer for writer in self._waits[name] if writer != ADMISSION]
                 open_names += [w for w in waits if role is None or self._home[w] in (None, f"train.{role}")]
-        return sorted(needed, key=self._place.__getitem__)
+        return sorted(needed, key=self._stage_order.__getitem__)
 
     def _waits_of(self, stages: Iterable[str]) -> frozenset[str]:
         """Return the consumers and verdict stages that these stages' rows come from."""
@@ -279,12 +279,12 @@ class TrainingProgress:
 
     def stepped(self, stage: str) -> None:
         """Record an optimizer step, or a copy of weights."""
-        self.batches[self.published + 1].made[stage] += 1
+        self.batches[self.published + 1].steps_made[stage] += 1
 
     def train_again(self) -> None:
         """Reset training towards the next version; its trainers' leases have been released."""
         if (batch := self.coming) is not None:
-            batch.made.clear()
+            batch.steps_made.clear()
             for consumer in self.consumers.trainers:
                 if consumer.takes_rows:
                     done = [uid for uid in batch.uids if uid in self.tasks.written[consumer.name]]
@@ -330,10 +330,10 @@ class TrainingProgress:
             for s in c.updates
             if is_optimized(s) and s.when.includes(batch.iteration)
         ]
-        return sum(batch.made[name] for name in stages) * batch.size, len(stages) * batch.steps * batch.size
+        return sum(batch.steps_made[name] for name in stages) * batch.size, len(stages) * batch.steps * batch.size
 
     def _is_made(self, stage: Stage, batch: TrainingBatch) -> bool:
-        return batch.made[stage.name] >= (batch.steps if is_optimized(stage) else 1)
+        return batch.steps_made[stage.name] >= (batch.steps if is_optimized(stage) else 1)
 
     def _is_done(self, name: str, batch: TrainingBatch) -> bool:
         """Return True if a consumer has completed all rows of a batch."""

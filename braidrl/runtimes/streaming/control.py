@@ -97,7 +97,7 @@ class ControlPlane(QueueController):
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
-        self.gone: set[str] = set()
+        self.departed: set[str] = set()
         """Workers that died or left: late messages do not register them again."""
         self.deaths = RowDeaths()
         """The rows of each consumer with which workers have ended; an engine gets suspects alone."""
@@ -177,9 +177,9 @@ class ControlPlane(QueueController):
             case Stepped():
                 self._stepped(request)
             case WeightsGiven():
-                self._given(request)
+                self._weights_given(request)
             case NewWeights():
-                locations = self.weights.known[request.role]
+                locations = self.weights.by_role[request.role]
                 # Regrouped ranks publish again what lost ranks held; engines may still read the earlier location.
                 self.forgotten += [locations.pop(request.version)] if request.version in locations else []
                 locations[request.version] = request.location
@@ -195,7 +195,7 @@ class ControlPlane(QueueController):
     def _register(self, request: Hello) -> None:
         """Register a worker; an engine starts with the model's original weights."""
         name = request.holder
-        if name in self.gone:
+        if name in self.departed:
             return
         # After the group's name come its number and its start count.
         self.holders[name] = WorkerHolder(name, request.address, self.clock(), name.rsplit(".", 2)[0])
@@ -285,7 +285,7 @@ class ControlPlane(QueueController):
         self._free([copy.location] if copy and copy.location else [])
         self.training.record_of(iteration).training.append(request.report)
 
-    def _given(self, request: WeightsGiven) -> None:
+    def _weights_given(self, request: WeightsGiven) -> None:
         """Record the location of weights for the update of another role."""
         copy = self.copies.get(request.stage)
         if copy is not None and copy.giver == request.holder:
@@ -302,7 +302,7 @@ class ControlPlane(QueueController):
         for role, seconds in request.updates:
             self.activity.updates.add(f"weights/{role}/update_seconds", seconds)
         # A restarted engine may need the target version; older ones are needed only by engines that are loading them.
-        self._free(self.weights.outdated(self.loading.wanted))
+        self._free(self.weights.outdated(self.loading.needed_versions))
         if self.forgotten and all(held.version != UNKNOWN for held in self.loading.engines.values()):
             self._free(self.forgotten)
             self.forgotten = []
@@ -360,7 +360,7 @@ class ControlPlane(QueueController):
     def fail(self, holder: str, died: bool = True) -> None:
         """Release the leases of a worker that `died` or leaves, and free blocks that it wrote and never reported."""
         with self.changed:
-            self.gone.add(holder)
+            self.departed.add(holder)
             gone = self.holders.pop(holder, None)
             self.first_tasks.pop(holder, None)
             self.loading.leave(holder)
@@ -412,7 +412,7 @@ class ControlPlane(QueueController):
         Its trainers were lost before it was written, or it is only in their memory.
         """
         version = self.training.schedule.progress.published
-        location = self.weights.known[role].get(version) if role in self.exported else None
+        location = self.weights.by_role[role].get(version) if role in self.exported else None
         if location is not None:
             return location.offer is not None
         return role in self.exported and version > self.loading.target and bool(self._updates_of(role, version))
@@ -527,7 +527,7 @@ class ControlPlane(QueueController):
             # After the role's last step of the iteration its weights are published.
             batch = schedule.progress.batches[iteration]
             others = [s.name for s in self._updates_of(str(stage.role), iteration) if s.name != stage.name]
-            is_last = not is_optimized(stage) or batch.steps - batch.made[stage.name] <= 1
+            is_last = not is_optimized(stage) or batch.steps - batch.steps_made[stage.name] <= 1
             is_last = is_last and all(schedule.progress.is_through(name, batch) for name in others)
             exported = iteration if is_last and stage.role in self.exported else None
             outdated, self.outdated = self.outdated, []
@@ -584,7 +584,7 @@ class ControlPlane(QueueController):
         newest = self.loading.target
         for version in range(max(newest, 0) + 1, self.training.schedule.progress.published + 1):
             if not all(
-                version in self.weights.known[role] or not self._updates_of(role, version) for role in self.exported
+                version in self.weights.by_role[role] or not self._updates_of(role, version) for role in self.exported
             ):
                 break
             newest = version

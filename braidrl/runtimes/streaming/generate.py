@@ -86,7 +86,7 @@ class GenerateLoop:
 
     async def serve(self, engine: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
-        self.own, self.running, self.news = engine, ResumingEngine(engine), asyncio.Event()
+        self.served_engine, self.resuming_engine, self.news = engine, ResumingEngine(engine), asyncio.Event()
         shared = dict.fromkeys(self.generation.deployment.shared_base, engine)
         self.by_role = (
             engine.engines if isinstance(engine, PolicyEngines) else shared or {str(self.context.group.role): engine}
@@ -94,7 +94,7 @@ class GenerateLoop:
         try:
             while not isinstance((work := await self._next()).answer, Stop):
                 if isinstance(work.answer, Lost):
-                    await self._end(self._gone(work.answer))
+                    await self._end(self._lost_rows(work.answer))
                 match work.answer:
                     case LeasedRows():
                         self._begin(work, work.answer)
@@ -112,7 +112,9 @@ class GenerateLoop:
         reported.
         """
         settings, consumers = self.context.settings, self.context.group.consumers
-        request = TakeWork(consumers, settings.dispatch_rows, slots=self.own.load().slots, ended=self._ended_by_lease())
+        request = TakeWork(
+            consumers, settings.dispatch_rows, slots=self.served_engine.load().slots, ended=self._ended_by_lease()
+        )
         answer = asyncio.ensure_future(asyncio.to_thread(self.client.take, request, settings.wait_s))
         answer.add_done_callback(lambda _: self.news.set())
         while not answer.done():
@@ -120,7 +122,7 @@ class GenerateLoop:
                 await asyncio.wait_for(self.news.wait(), settings.lease_s / 3)
             self.news.clear()
             self._deliver()
-            await self._end(self._gone(self.client.renew(settings.lease_s / 3)))
+            await self._end(self._lost_rows(self.client.renew(settings.lease_s / 3)))
         return await answer
 
     def _ended_by_lease(self) -> list[tuple[int, int]]:
@@ -129,7 +131,7 @@ class GenerateLoop:
         """
         return [(number, lease.ended) for number, lease in self.leases.items() if lease.ended]
 
-    def _gone(self, answer: Lost) -> list[Key]:
+    def _lost_rows(self, answer: Lost) -> list[Key]:
         """Return the running rows that this worker has lost.
 
         Rows in a pending report are excluded: the queue refuses their report.
@@ -166,7 +168,7 @@ class GenerateLoop:
                 if key[1] in leased.to_the_end:
                     row = replace(stage, params={**stage.params, TO_THE_END: True})
                 played = self.generation.played(
-                    self.running, row, rows.take([number]), self.limits, version=self.version
+                    self.resuming_engine, row, rows.take([number]), self.limits, version=self.version
                 )
                 self.episodes[key] = asyncio.create_task(played)
                 self.episodes[key].add_done_callback(partial(self._episode_ended, key))
@@ -183,7 +185,7 @@ class GenerateLoop:
                 for uid, complete in earlier.complete.items():
                     self._note_end(key_of.pop(uid), (complete, Drawn.after([], [])))
             self.keys.update(key_of)
-            self.running.start_rows(requests, self._row_ended)
+            self.resuming_engine.start_rows(requests, self._row_ended)
         for key, result in undrawn.items():
             if work.lease in self.earlier and isinstance(result, Response):
                 self._note_end(key, (result, Drawn.after([], [])))
@@ -200,7 +202,7 @@ class GenerateLoop:
         if earlier is None or isinstance(result, BaseException):
             self._note_end(key, result)
             return
-        drawn = Drawn.after([len(earlier.asked[uid].prompt)], [result])
+        drawn = Drawn.after([len(earlier.requests[uid].prompt)], [result])
         self._note_end(key, (earlier.joined(result, self.engine.max_sequence_tokens), drawn))
 
     def _episode_ended(self, key: Key, task: asyncio.Task[list[Trajectory]]) -> None:
@@ -233,7 +235,7 @@ class GenerateLoop:
             is_suspended = response is not None and response.finish_reason is FinishReason.ABORT
             alike[lease.consumer, is_suspended].append(key)
             lease.ended += 1
-        if len(self.flight) >= self.own.load().slots:
+        if len(self.flight) >= self.served_engine.load().slots:
             # The pending request may be for slots that only now are free: it is answered before these rows are
             # reported.
             self.client.tell(Ended(self._ended_by_lease()))
@@ -272,7 +274,7 @@ class GenerateLoop:
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = trace.count(self.spans[stage.name][0], stage.name, len(rows), tokens)
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.peak_rows)
-        usage.speculated(stage, self.own.load().speculated, sums)
+        usage.speculated(stage, self.served_engine.load().speculated, sums)
         usage.encoded(stage.name, images_seen(self.engine), 0 if unfinished else len(rows), sums)
         usage.note_memory(stage.name, sums)
         reports = [{**report, "sums": sums.pairs()}]
@@ -300,7 +302,7 @@ class GenerateLoop:
         for task in tasks:
             task.cancel()
         # Not as a task: until that began, the engine could end one of the rows.
-        await self.running.withdraw(uids)
+        await self.resuming_engine.withdraw(uids)
         await asyncio.gather(*tasks, return_exceptions=True)
         self._forget(gone)
 
@@ -384,9 +386,9 @@ class GenerateLoop:
                 if source is not None:
                     updates.append((role, time.perf_counter() - start))
 
-        await self.running.preempt()
+        await self.resuming_engine.preempt()
         with self.context.trace.busy(LOAD, version, version=version):
-            await self.running.while_preempted(change)
+            await self.resuming_engine.while_preempted(change)
         self.version = version
         read = sent = 0
         for role, (source, size) in sources.items():

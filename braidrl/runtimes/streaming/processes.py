@@ -148,17 +148,19 @@ class Processes:
         """Return the name at the queue of each trained role's leader."""
         fixed = {str(m.group.role): m.holder for m in self.members if m.group.trained and m.number == 0}
         roles = {m.group.name: str(m.group.role) for m in self.members if m.group.trained}
-        return fixed | {roles[name]: leader_of(name, ranks.known) for name, ranks in self.trained.items()}
+        return fixed | {roles[name]: leader_of(name, ranks.membership) for name, ranks in self.trained.items()}
 
     def leads(self, member: Member) -> str | None:
         """Return the name at the queue of a process that leads its worker, otherwise None."""
         if (ranks := self.trained.get(member.group.name)) is not None:
-            return leader_of(member.group.name, ranks.known) if ranks.known.members[0] == member.name else None
+            return (
+                leader_of(member.group.name, ranks.membership) if ranks.membership.members[0] == member.name else None
+            )
         return member.holder if member.number % member.group.ranks == 0 else None
 
     def ranks(self) -> dict[str, int]:
         """Return the number of ranks of each trained role whose ranks may change."""
-        return {name: len(ranks.known.members) for name, ranks in self.trained.items()}
+        return {name: len(ranks.membership.members) for name, ranks in self.trained.items()}
 
     def watch(self, group: str | None = None) -> None:
         """Replace killed workers, and kill hanging ones: of all groups, or of one.
@@ -234,7 +236,7 @@ class Processes:
             f"({lost.process.describe_end()})"
         )
         ranks = self.trained.get(lost.group.name)
-        if ranks is not None and lost.name not in ranks.known.members and self.trainer_repairs.spend():
+        if ranks is not None and lost.name not in ranks.membership.members and self.trainer_repairs.spend():
             tell(f"{message}; it starts again by itself, the others go on without it ({self.trainer_repairs})")
             ranks.lose(lost.name)
             self._start_again(lost)
@@ -261,7 +263,7 @@ class Processes:
         """Record which ranks have completed their tasks after regrouping."""
         for name, ranks in self.trained.items():
             if name not in self.control.unloaded:
-                self.settled[name] = set(ranks.known.members)
+                self.settled[name] = set(ranks.membership.members)
 
     def forget_states(self) -> None:
         """Record that no trainer holds the state of a version until all have loaded a checkpoint."""
@@ -291,11 +293,11 @@ class Processes:
             gone = {member.name for member in dead}
             for member in dead:
                 self._start_again(member)
-            left = [member for member in ranks.known.members if member not in gone]
+            left = [member for member in ranks.membership.members if member not in gone]
             came, role = [waiting for waiting in ranks.waiting() if waiting not in gone], [str(processes[0].group.role)]
             if not (left and self.has_replicas) and not fit(role, self.deployment, len(left) + len(came)):
                 came = [member.name for member in processes if member.name not in left]
-            before = leader_of(name, ranks.known)
+            before = leader_of(name, ranks.membership)
             # In this order: a leader that is refused looks for the next membership.
             ranks.change(gone, came)
             self.control.fail(before, died=False)
@@ -381,7 +383,7 @@ class Processes:
         """Wait for the end of all processes, which the queue notifies, and kill late ones."""
         limit = time.monotonic() + limit_s
         for member in self.members:
-            if (ranks := self.trained.get(member.group.name)) and member.name not in ranks.known.members:
+            if (ranks := self.trained.get(member.group.name)) and member.name not in ranks.membership.members:
                 member.process.close(0.0)  # it is not notified while it waits to become a rank
         self.members += [member for member, _ in self.leaving]
         self.leaving = []

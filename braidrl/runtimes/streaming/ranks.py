@@ -79,7 +79,7 @@ class Rank:
         context, world = self.context, self.world
         assert context is not None and self.state is not None, "its models are loaded"
         if world.elastic is not None:
-            context = self.context = replace(context, leader=leader_of(context.group.name, world.elastic.known))
+            context = self.context = replace(context, leader=leader_of(context.group.name, world.elastic.membership))
         client = Client(context.queue, context.leader, context.data) if world.first else None
         return StageLoop(context, world, client, self.state)
 

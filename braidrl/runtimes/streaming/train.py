@@ -133,8 +133,8 @@ class Trainer:
         """Continue after a step of a train stage: with its next update, or with the stages that follow."""
         assert self.updates is not None
         if is_optimized(stage):
-            self.updates.made += 1
-            if self.updates.made < self.updates.steps:
+            self.updates.steps_made += 1
+            if self.updates.steps_made < self.updates.steps:
                 self._accumulate()
                 return
         before, self.at = self.at, self._next_update(self.at + 1)

@@ -135,7 +135,7 @@ class Versions:
     """The versions of some roles that may still be loaded; version 0, the model's own, has no location."""
 
     def __init__(self, roles: Collection[str]) -> None:
-        self.known: dict[str, dict[int, WeightLocation]] = {role: {} for role in roles}
+        self.by_role: dict[str, dict[int, WeightLocation]] = {role: {} for role in roles}
 
     @property
     def outlive_trainers(self) -> bool:
@@ -145,7 +145,7 @@ class Versions:
     def between(self, held: int, newest: int) -> list[Weights]:
         """Return the updates from one version to another: for each changed role its newest version up to `newest`."""
         chosen: list[Weights] = []
-        for role, locations in self.known.items():
+        for role, locations in self.by_role.items():
             version = newest_of(locations, newest)
             if version > held:
                 chosen.append((role, version, locations[version]))
@@ -154,7 +154,7 @@ class Versions:
     def outdated(self, used_versions: Collection[int]) -> list[WeightLocation]:
         """Forget old versions that none of `used_versions` needs; return their locations."""
         freed: list[WeightLocation] = []
-        for locations in self.known.values():
+        for locations in self.by_role.values():
             needed = {newest_of(locations, version) for version in used_versions}
             for version in [version for version in locations if version < max(needed) and version not in needed]:
                 freed.append(locations.pop(version))
@@ -162,12 +162,12 @@ class Versions:
 
     def withdrawn(self, version: int) -> list[WeightLocation]:
         """Forget versions newer than this one, which no engine has loaded; return their locations."""
-        newer = [(locations, number) for locations in self.known.values() for number in locations if number > version]
+        newer = [(locations, number) for locations in self.by_role.values() for number in locations if number > version]
         return [locations.pop(number) for locations, number in newer]
 
     def locations(self) -> Iterator[WeightLocation]:
         """Return the locations of all kept versions."""
-        return (location for versions in self.known.values() for location in versions.values())
+        return (location for versions in self.by_role.values() for location in versions.values())
 
 
 @dataclass

@@ -84,7 +84,7 @@ class Sorting:
     """The number t·K + k of each sorted row, (S,)."""
     positions: Tensor
     """The position of each row among the sorted ones, (S,)."""
-    each: int
+    experts_per_token: int
     """K."""
 
     @staticmethod
@@ -112,12 +112,12 @@ class _SortedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, sorting: Sorting) -> Tensor:
         ctx.sorting = sorting
-        return states.index_select(0, sorting.order // sorting.each)
+        return states.index_select(0, sorting.order // sorting.experts_per_token)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         rows = gradients[0].index_select(0, ctx.sorting.positions)
-        return rows.view(-1, ctx.sorting.each, rows.shape[-1]).sum(1), None
+        return rows.view(-1, ctx.sorting.experts_per_token, rows.shape[-1]).sum(1), None
 
 
 class _WeightedSums(torch.autograd.Function):
@@ -135,7 +135,7 @@ class _WeightedSums(torch.autograd.Function):
         of_rows = of_weights = None
         if ctx.needs_input_grad[0]:
             scales = weights.reshape(-1).index_select(0, sorting.order)[:, None]
-            of_rows = (gradient.index_select(0, sorting.order // sorting.each) * scales).to(rows.dtype)
+            of_rows = (gradient.index_select(0, sorting.order // sorting.experts_per_token) * scales).to(rows.dtype)
         if ctx.needs_input_grad[1]:
             of_weights = (by_token(rows, sorting) * gradient[:, None]).sum(-1).to(weights.dtype)
         return of_rows, of_weights, None
@@ -143,7 +143,7 @@ class _WeightedSums(torch.autograd.Function):
 
 def by_token(rows: Tensor, sorting: Sorting) -> Tensor:
     """Return sorted rows (S, D) by token, (T, K, D)."""
-    return rows.index_select(0, sorting.positions).view(-1, sorting.each, rows.shape[-1])
+    return rows.index_select(0, sorting.positions).view(-1, sorting.experts_per_token, rows.shape[-1])
 
 
 class ExpertProducts:

@@ -99,7 +99,7 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
     token = vocabulary - 3
     model = twin.model(plan)
     # Parts of a model may have copies of the configuration.
-    for config in (getattr(module, "config", None) for part in (model, twin.own) for module in part.modules()):
+    for config in (getattr(module, "config", None) for part in (model, twin.reference) for module in part.modules()):
         for name in ("image_token_id", "video_token_id", "audio_token_id"):
             if getattr(config, name, None) is not None:
                 setattr(config, name, token if name == "image_token_id" else token + 1)
@@ -115,7 +115,7 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
     copies = 1 + (LATER[1] in parameters_of(type(decoder_of(model)).forward))
     for name, (height, across) in PATCHES.items():
         drawn = [torch.randn(height * across, width, generator=generator).to(twin.device) for _ in range(copies)]
-        images._kept[name] = drawn
+        images._cached[name] = drawn
     rows, spans = list[Tensor](), list[list[ImageSpan]]()
     for names in SEEN:
         ids = torch.randint(2, vocabulary - 4, (5 + len(names),), generator=generator).tolist()
@@ -143,7 +143,7 @@ def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Seque
     base, types = base_of(untouched), torch.zeros_like(row)
     for span in spans:
         types[span.start : span.start + span.tokens] = 1
-    kept = [images._kept[span.name] for span in spans]
+    kept = [images._cached[span.name] for span in spans]
     options: dict[str, Any] = {"mm_token_type_ids": types[None].int(), "token_type_ids": types[None]}
     if kept:
         options["image_grid_thw"] = torch.cat([images.vision.grid(span.name) for span in spans])

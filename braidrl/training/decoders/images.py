@@ -91,8 +91,8 @@ class ModelImages:
     """True if the tower is trained, here or by the trainer that sends weights to this model."""
     encoded_count: int = 0
     """Images that the tower has encoded."""
-    _kept: OrderedDict[str, list[Tensor]] = field(default_factory=OrderedDict)
-    _held: int = 0
+    _cached: OrderedDict[str, list[Tensor]] = field(default_factory=OrderedDict)
+    _cached_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Raise UserError for a model whose forward pass takes no images."""
@@ -105,8 +105,8 @@ class ModelImages:
 
     def clear(self) -> None:
         """Forget the encoded images, after the tower's weights have changed."""
-        self._kept.clear()
-        self._held = 0
+        self._cached.clear()
+        self._cached_bytes = 0
 
     def placed(self, ids: Tensor, sequence_lengths: Sequence[int], spans: Sequence[ImageSpan]) -> Placed:
         """Return where the images of packed sequences are; `spans` are counted from the first token of all."""
@@ -166,9 +166,9 @@ class ModelImages:
         return [torch.cat(level) for level in zip(*parts, strict=True)]
 
     def _encoded(self, name: str) -> list[Tensor]:
-        if name in self._kept:
-            self._kept.move_to_end(name)
-            return self._kept[name]
+        if name in self._cached:
+            self._cached.move_to_end(name)
+            return self._cached[name]
         with torch.set_grad_enabled(self.tower_changes and torch.is_grad_enabled()):
             embeddings = self.encode(name)
         expected = self.vision.expansion(name).count(self.vision.token)
@@ -179,11 +179,11 @@ class ModelImages:
             )
         self.encoded_count += 1
         if not self.tower_changes:
-            self._kept[name] = embeddings
-            self._held += sum(level.nbytes for level in embeddings)
-            while self._held > self.kept_bytes and len(self._kept) > 1:
-                _, oldest = self._kept.popitem(last=False)
-                self._held -= sum(level.nbytes for level in oldest)
+            self._cached[name] = embeddings
+            self._cached_bytes += sum(level.nbytes for level in embeddings)
+            while self._cached_bytes > self.kept_bytes and len(self._cached) > 1:
+                _, oldest = self._cached.popitem(last=False)
+                self._cached_bytes -= sum(level.nbytes for level in oldest)
         return embeddings
 
     def encode(self, name: str) -> list[Tensor]:

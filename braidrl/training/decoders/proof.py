@@ -159,7 +159,7 @@ class Twin:
         return model
 
     @cached_property
-    def own(self) -> Any:
+    def reference(self) -> Any:
         """Return the twin as transformers runs it, with transformers' attention and unchanged settings."""
         model: Any = tiny_model(self._plain, self.seed, attn_implementation="eager")
         return model.to(self.device)
@@ -202,7 +202,7 @@ class Twin:
 
     def untouched(self) -> Any:
         """Return transformers' twin before its first row; some ropes keep state of earlier rows."""
-        return copy.deepcopy(self.own) if RopeLengths.of(self.config) else self.own
+        return copy.deepcopy(self.reference) if RopeLengths.of(self.config) else self.reference
 
     @cached_property
     @torch.no_grad()
@@ -299,7 +299,7 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
             "transformers has no class of this type that predicts the next token; give the folder of a model that "
             "generates text"
         )
-    if "shared_kv_states" in parameters_of(type(twin.own).forward):
+    if "shared_kv_states" in parameters_of(type(twin.reference).forward):
         raise Refusal("a drafter: it computes with the keys and values of another model")
     row = twin.rows[1]
     # The same length, so that only the tokens after the ninth differ.
@@ -309,7 +309,7 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     if float((full.log_softmax(-1) - part.log_softmax(-1)).abs().max()) > twin.bound:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
     try:
-        body_of(twin.own)
+        body_of(twin.reference)
     except UserError as error:
         raise Refusal(str(error).removeprefix("model: ")) from error
     # The innermost leaking module is the first candidate for one more mixer, then its parents; rows alone are the last

@@ -231,7 +231,7 @@ class EqualShares:
         """Plan the exchange for `count` tokens of each rank."""
         ranks, rank = context.size(), context.rank()
         self._context, self._halves = context, (count - count // 2, count // 2)
-        self._here = sorted((2 * rank, 2 * rank + 1), key=lambda chunk: attending_rank(chunk, ranks))
+        self._chunks = sorted((2 * rank, 2 * rank + 1), key=lambda chunk: attending_rank(chunk, ranks))
         """The chunks of this rank's tokens, in the order of the ranks that attend with them."""
         attended = rank, 2 * ranks - 1 - rank
         self.starts = [chunk // 2 * count + chunk % 2 * self._halves[0] for chunk in attended]
@@ -239,7 +239,7 @@ class EqualShares:
         self.sizes = [self._halves[chunk % 2] for chunk in attended]
         """Their numbers of tokens."""
         self._sent, self._arriving = [0] * ranks, [0] * ranks
-        for chunk in self._here:
+        for chunk in self._chunks:
             self._sent[attending_rank(chunk, ranks)] += self._halves[chunk % 2]
         for chunk in attended:
             self._arriving[chunk // 2] += self._halves[chunk % 2]
@@ -247,13 +247,13 @@ class EqualShares:
     def exchanged(self, rows: Tensor) -> Tensor:
         """Return the rows (n, ...) of the chunks with which this rank attends, from those of its tokens (m, ...)."""
         parts = rows.split(self._halves)
-        ordered = torch.cat([parts[chunk % 2] for chunk in self._here])
+        ordered = torch.cat([parts[chunk % 2] for chunk in self._chunks])
         return AllToAll.apply(ordered, self._sent, self._arriving, self._context)
 
     def returned(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's tokens, (m, ...), from those of the chunks with which it attends."""
         back = AllToAll.apply(rows, self._arriving, self._sent, self._context)
-        parts = dict(zip(self._here, back.split([self._halves[chunk % 2] for chunk in self._here]), strict=True))
+        parts = dict(zip(self._chunks, back.split([self._halves[chunk % 2] for chunk in self._chunks]), strict=True))
         return torch.cat([parts[chunk] for chunk in sorted(parts)])
 
 

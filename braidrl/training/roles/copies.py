@@ -62,7 +62,7 @@ def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, 
     """
     check_copies(worker, source, worker.base_shapes)
     worker.weight_updates += 1
-    return {name: replace(part, kept=decay) for name, part in worker.weights().items()}
+    return {name: replace(part, decay=decay) for name, part in worker.weights().items()}
 
 
 def check_copies(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:

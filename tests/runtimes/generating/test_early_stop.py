@@ -175,7 +175,7 @@ def test_two_episodes_at_once_are_two_on_three_ranks() -> None:
                 stop.count(10)
             playing.discard(alone.rank)
             stop.close()
-            rows, tokens, total = bar.others
+            rows, tokens, total = bar.other_ranks
             return f"{bar.rows + rows}/{2 + total} rows, {bar.tokens + tokens} tokens"
 
     seen = in_threads(3, play)

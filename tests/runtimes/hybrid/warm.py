@@ -85,7 +85,7 @@ class RehearsingWorker(HybridWorker):
 
     def held(self) -> int:
         """Return the number of calls whose rows are kept here."""
-        return len(self.kept)
+        return len(self.rows_by_key)
 
     def given_out(self) -> list[int]:
         """Return the number of rows of each answered fetch."""

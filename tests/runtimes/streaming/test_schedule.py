@@ -80,7 +80,7 @@ def test_updates_accumulate_as_rows_arrive_in_order_of_steps() -> None:
             trained[0] += [piece.rows[place] for place in places]
     assert progress.is_complete and schedule.progress.rows_trained() == (0, 16)
     for number in range(1, 4):
-        progress.made += 1
+        progress.steps_made += 1
         schedule.progress.stepped("actor.update")
         assert progress.is_complete
         trained[number] = [piece.rows[place] for piece, places in progress.take() for place in places]

@@ -13,7 +13,7 @@ def versions() -> Versions:
     """An actor that changes each time, and a rival that has rested at version 2."""
     known = Versions(["actor", "rival"])
     for role, number in (("actor", 1), ("rival", 1), ("actor", 2), ("actor", 3), ("rival", 3)):
-        known.known[role][number] = place(f"{role}-{number}")
+        known.by_role[role][number] = place(f"{role}-{number}")
     return known
 
 
@@ -35,11 +35,11 @@ def test_version_is_kept_while_an_engine_needs_it() -> None:
     assert known.between(0, 2)[1] == ("rival", 1, place("rival-1"))
     assert sorted(location.path for location in known.outdated({3})) == ["actor-2", "rival-1"]
     assert sorted(location.path for location in known.locations()) == ["actor-3", "rival-3"]
-    assert list(known.known["actor"]) == [3]
+    assert list(known.by_role["actor"]) == [3]
 
 
 def test_offered_versions_end_with_trainers_but_files_remain() -> None:
     known = versions()
     assert known.outlive_trainers
-    known.known["actor"][4] = place("")
+    known.by_role["actor"][4] = place("")
     assert not known.outlive_trainers

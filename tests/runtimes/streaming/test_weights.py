@@ -129,7 +129,7 @@ def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: StorageNode,
     before, place = deepcopy(lower), writer(trainer, owner, weights="collective").begin()()
     source = source_of(place)
     assert isinstance(source, OfferedWeights)
-    with source.asked(1) as notice:
+    with source.request(1) as notice:
         moved = Incoming(notice, 0, torch.device("cpu")).put_into(half(lower, False))
     for name, part in weight_parts(lower).items():
         kept = upper(part)
@@ -145,7 +145,7 @@ def test_a_role_that_copies_another_keeps_its_share(owner: StorageNode, way: str
     expected = {
         name: 0.75 * own.local + 0.25 * weight_parts(trainer)[name].local for name, own in weight_parts(copy).items()
     }
-    keeping = {name: replace(part, kept=0.75) for name, part in weight_parts(copy).items()}
+    keeping = {name: replace(part, decay=0.75) for name, part in weight_parts(copy).items()}
     source = source_of(writer(trainer, owner, weights=way).begin()())
     source.put_into(keeping)
     for name, part in weight_parts(copy).items():

@@ -186,7 +186,7 @@ def test_kept_images_stay_within_their_bytes(tmp_path: Path) -> None:
     seeing.images.kept_bytes = 4000
     for _ in range(3):
         seeing.images.encoded(seeing.names)
-        assert seeing.images._held <= 10_000
+        assert seeing.images._cached_bytes <= 10_000
     assert seeing.images.encoded_count > len(SIZES)
 
 

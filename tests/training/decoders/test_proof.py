@@ -288,11 +288,11 @@ def test_weights_that_transformers_changes_while_loading_are_refused_with_what_t
         cleared = accept(acceptance.FILES[1], twin := Twin(config_of("youtu", pad_token_id=1)), PACKED)
         kept = accept(acceptance.FILES[1], Twin(config_of("youtu", pad_token_id=None)), PACKED)
     assert "pad_token_id: null" in cleared.note and kept.holds
-    assert bool((twin.own.get_input_embeddings().weight != 0).any(-1).all())
+    assert bool((twin.reference.get_input_embeddings().weight != 0).any(-1).all())
 
 
 def test_a_twin_keeps_an_output_layer_that_is_narrower_than_the_embedding() -> None:
     with quietly():
         twin = Twin(config_of("inkling2_text"))
-        logits = twin.own(input_ids=twin.rows[0][None], use_cache=False).logits
+        logits = twin.reference(input_ids=twin.rows[0][None], use_cache=False).logits
     assert logits.shape[-1] < twin.config.vocab_size and int(torch.cat(twin.rows).max()) < logits.shape[-1]
