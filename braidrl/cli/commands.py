@@ -141,12 +141,13 @@ def evaluate(settings: Settings = None) -> None:
     """
     from braidrl.config import load_config
     from braidrl.config.reading import given_keys
-    from braidrl.runtimes.prepare.first_checks import check_first
+    from braidrl.runtimes.prepare.first_checks import check_first, check_sets
 
     # The training flow is irrelevant: a policy generates and is verified, a model with a score head scores pairs.
     file, changed = split(settings)
     config = load_config(file, changed, flow="grpo")
     check_first(config, trained=False)
+    check_sets(config)
     from braidrl.runtimes.evaluation import evaluate_model
     from braidrl.runtimes.start import start_fork_server
     from braidrl.training.model_settings import has_score_head

@@ -331,6 +331,14 @@ for mistake, said in {MISTAKES!r}.items():
     assert (run.stdout, run.stderr) == ("", "")
 
 
+def test_a_replay_needs_neither_training_data_nor_held_out_sets(workshop: Workshop) -> None:
+    config = workshop.config(data={"train": str(workshop.folder / "none.jsonl")})
+    assert not config.data.evaluation_sources
+    check_first(config, trained=False)
+    with pytest.raises(UserError, match=r"none\.jsonl"):
+        check_first(config)
+
+
 def test_a_plan_needs_no_tokenizer(workshop: Workshop) -> None:
     model = workshop.folder / "bare"
     model.mkdir()

@@ -31,8 +31,6 @@ def check_first(config: Config, trained: bool = True, evaluated: bool = True, ch
     error.
     """
     check_paths(config, trained, evaluated, check)
-    if not trained and evaluated:
-        check(lambda: check_sets(config))
     check(lambda: check_names(config))
     for model in dict.fromkeys(path for path in models_of(config) if path.expanduser().is_dir()):
         check(partial(checked_settings, model))
