@@ -63,6 +63,7 @@ def refusal(command: Braid) -> Callable[..., str]:
 Refusal = Callable[..., str]
 CONFIGURATION = {
     "trainer.stepz=3": r"unknown key 'trainer.stepz'. Did you mean 'steps'?",
+    "trainer.routing_gap=true": r"unknown key 'trainer.routing_gap'. Did you mean 'trainer.balance.routing_gap'?",
     "trianer.steps=3": r"unknown key 'trianer'. Did you mean 'trainer'?",
     "data.train={path: a.jsonl, verifier: exact}": r"unknown key 'data.train.0.verifier'. Did you mean 'verify'?",
     "data.train.verify=exact": r"'data.train.verify=exact': 'train' holds a value, not a section",

@@ -202,8 +202,10 @@ def is_number(value: object) -> bool:
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the most similar of `choices`, else all of them."""
+    """Return a hint for an unknown name: the one of `choices` that it begins, or the most similar, else all of them."""
     names = sorted(choices)
+    if begun := [choice for choice in names if len(name) > 2 and choice.startswith(name)]:
+        return f"Did you mean {begun[0]!r}?"
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     # Swapped letters are likelier than another one.
     close.sort(key=lambda similar: sorted(similar) != sorted(name))

@@ -6,11 +6,11 @@ file ──YAML──▶ tree ◀── key=value        tree ──checked─�
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -140,7 +140,8 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         lines = explain(error)
-        raise (Problems("\n".join(lines)) if every else UserError(lines[0])) from None
+        more = f" ({len(lines) - 1} more; --dry-run lists them all)" if len(lines) > 1 else ""
+        raise (Problems("\n".join(lines)) if every else UserError(lines[0] + more)) from None
 
 
 def without_gone(tree: Mapping[Any, Any], section: str = "") -> dict[Any, Any]:
@@ -184,7 +185,11 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
             continue
         key = shown(".".join(map(str, keys))).strip("'")
         if first["type"] == "extra_forbidden":
-            keys_hint = suggest(str(first["loc"][-1]), section_keys(first["loc"][:-1], root))
+            *section, name = map(str, first["loc"])
+            here = section_keys(section, root)
+            is_begun = any(known.startswith(name) for known in here)
+            elsewhere = None if is_begun else next(keys_named(name, root), None)
+            keys_hint = f"Did you mean {elsewhere!r}?" if elsewhere else suggest(name, here)
             lines[keys] = f"unknown key {key!r}. {keys_hint}"
         elif first["type"] == "missing":
             lines[keys] = f"{key!r} is not set; give it in the file or as {key}=..."
@@ -205,18 +210,31 @@ def explain(error: ValidationError, root: type[BaseModel] = Config) -> list[str]
     return list(lines.values())
 
 
-def section_keys(location: tuple[int | str, ...], root: type[BaseModel] = Config) -> list[str]:
+def section_keys(location: Sequence[int | str], root: type[BaseModel] = Config) -> list[str]:
     """Return the keys of the section at `location`."""
     section = root
     for part in location:
-        if isinstance(part, int) or part not in section.model_fields:
-            continue
-        # Find the section in an annotation such as `dict[str, RoleConfig]`.
-        annotations: list[Any] = [section.model_fields[part].annotation]
-        while annotations:
-            first = annotations.pop(0)
-            if isinstance(first, type) and issubclass(first, BaseModel):
-                section = first
-                break
-            annotations = [*getattr(first, "__args__", ()), *annotations]
+        if isinstance(part, str) and part in section.model_fields:
+            section = section_in(section.model_fields[part].annotation) or section
     return list(section.model_fields)
+
+
+def keys_named(name: str, section: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Yield the paths of the keys of this name in a section, then in those below it."""
+    if name in section.model_fields:
+        yield f"{path}{name}"
+    for key, field in section.model_fields.items():
+        if (below := section_in(field.annotation, of_dict=False)) is not None:
+            yield from keys_named(name, below, f"{path}{key}.")
+
+
+def section_in(annotation: Any, of_dict: bool = True) -> type[BaseModel] | None:
+    """Return the section in an annotation such as `RoleConfig | None`, or `dict[str, RoleConfig]` where `of_dict`."""
+    annotations: list[Any] = [annotation]
+    while annotations:
+        first = annotations.pop(0)
+        if isinstance(first, type) and issubclass(first, BaseModel):
+            return first
+        if of_dict or get_origin(first) is not dict:
+            annotations = [*getattr(first, "__args__", ()), *annotations]
+    return None

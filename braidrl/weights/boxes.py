@@ -55,6 +55,14 @@ class Box:
         edges = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(at <= start and start + size <= at + length for at, length, start, size in edges)
 
+    def nested(self, inner: "Box") -> "Box":
+        """Return the block `inner` of this one's tensor, which may lack leading dimensions, as one of the global
+        tensor.
+        """
+        lacking = len(self.sizes) - len(inner.sizes)
+        starts = (start + at for start, at in zip(self.offsets[lacking:], inner.offsets, strict=True))
+        return Box((*self.offsets[:lacking], *starts), (*self.sizes[:lacking], *inner.sizes))
+
     def overlap(self, other: "Box") -> "Box | None":
         """Return the intersection, or None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))

@@ -105,7 +105,7 @@ class WeightFile:
         tensors = dict(self.tensors())
         check_parts({name: tensor.shape for name, tensor in tensors.items()}, parts)
         for name, part in parts.items():
-            part.put(part.box.of(tensors[name]), part.box)
+            part.put_blocks(tensors[name])
 
 
 def stored_weights(

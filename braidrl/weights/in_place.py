@@ -167,7 +167,7 @@ class GenerationWeights:
             for name in in_storage[storage._cdata]:
                 part = generated[name]
                 if self._gathers:
-                    part.local.copy_(part.box.of(full[name]))
+                    part.put_blocks(full[name])
                     there -= full.pop(name).nbytes
                 elif name in self._shared:
                     shard = trained[name]

@@ -197,6 +197,11 @@ class WeightPart:
         elif local_block.data_ptr() != block.data_ptr():
             local_block.copy_(block)
 
+    def put_blocks(self, full: Tensor) -> None:
+        """Write all blocks of this part from the full tensor."""
+        for part in (self, *self.others):
+            part.put(part.box.of(full), part.box)
+
 
 Parts = Callable[[], Mapping[str, WeightPart]]
 """Returns a rank's parts as they are now."""

@@ -45,8 +45,12 @@ def write_served_model(folder: Path) -> Path:
     return folder
 
 
-def spec(kind: str, model: Path, tensor: int = 1, reproducible: bool = True, **options: Any) -> EngineSpec:
-    return EngineSpec(kind, str(model), 16, LIMIT, tensor=tensor, options=options, reproducible=reproducible)
+def spec(
+    kind: str, model: Path, tensor: int = 1, reproducible: bool = True, dtype: str = "float32", **options: Any
+) -> EngineSpec:
+    return EngineSpec(
+        kind, str(model), 16, LIMIT, tensor=tensor, dtype=dtype, options=options, reproducible=reproducible
+    )
 
 
 def other_weights() -> ModelWeights:

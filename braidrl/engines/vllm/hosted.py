@@ -36,6 +36,7 @@ from braidrl.engines.vllm.vllm_worker import WeightsNotLive, live_parts
 from braidrl.errors import UserError
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
+from braidrl.weights.model_files import HubNames, model_in
 from braidrl.weights.shards import Parts, WeightPart, storages
 
 
@@ -75,7 +76,9 @@ class HostedVllmEngine(VllmEngine):
         try:
             # With adapters the base weights stay as vLLM has read them.
             adapted = spec.options.get("enable_lora")
-            self._parts = {} if adapted else live_parts(self.model, self._expected, getattr(torch, spec.dtype))
+            trained = model_in(spec.model)
+            dtype = getattr(torch, spec.dtype)
+            self._parts = {} if adapted else live_parts(self.model, trained, HubNames(trained), dtype)
         except WeightsNotLive as error:
             raise UserError(
                 f"rollout.engines=0: ranks that train write into vLLM's weights, and {error}; leave rollout.engines out"

@@ -34,6 +34,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from braidrl.config import ImagesConfig
 from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Uid
+from braidrl.data.token_columns import ROUTED_EXPERTS, column_of
 from braidrl.data.vision import Vision
 from braidrl.engines.engine import NOTHING_YET, EngineError, EngineSpec
 from braidrl.engines.requests import RECENT, EngineRow, Response, draw_arguments, rows_to_begin
@@ -89,6 +90,7 @@ class VllmEngine(SteppingEngine):
         self._names = itertools.count()
         self._adapters: dict[str | None, LoRARequest] = {}
         """The adapters with which rows are drawn, where adapters alone are sent: by policy, or under None for all."""
+        self._records_routes = False
         self._failure: EngineError | None = None
         """The error after which no token may be drawn, because the version of the weights is unknown."""
         self._is_given_again = False
@@ -184,12 +186,17 @@ class VllmEngine(SteppingEngine):
             return
         for of_worker in self._engine.collective_rpc("take_values", args=(list(by_name),)):
             for name, columns in of_worker.items():
+                row = by_name[name]
                 # vLLM may have drawn more tokens before it was notified of the row's end.
-                count = len(by_name[name].tokens)
-                by_name[name].per_token |= {column: values[:count] for column, values in columns.items()}
+                sizes = len(row.request.prompt), len(row.tokens)
+                row.per_token |= {key: values[: column_of(key).entries(*sizes)] for key, values in columns.items()}
 
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
+        if ROUTED_EXPERTS in request.columns and not self._records_routes:
+            with refusals_in_a_line():
+                self._engine.collective_rpc("record_routes")
+            self._records_routes = True
         # The salt prevents the reuse of prompts computed with other weights.
         salt = f"{self.version} {request.policy or ''}"
         prompt: Any = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}
@@ -209,6 +216,8 @@ class VllmEngine(SteppingEngine):
             detokenize=False,
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
+            # Nothing is recorded of a token whose keys and values come from another row.
+            skip_reading_prefix_cache=ROUTED_EXPERTS in request.columns,
             **drawn,
         )
         adapter = self._adapters.get(request.policy) or self._adapters.get(None)

@@ -10,6 +10,8 @@ q_proj.weight, on the meta device ╮                       ╭─▶ rows 0 to 
 k_proj.weight                     ┼─vLLM's loader: slices─┼─▶ rows 64 to 95                    parameter, and its block
 v_proj.weight                     ╯         watched       ╰─▶ rows 96 to 127
 
+The hub has experts one by one, a trainer has those of a layer in one tensor: a part then has several blocks.
+
 No worker holds a full tensor. A model whose weights vLLM changes after it has loaded them (quantised, packed,
 absorbed) has no such parts.
 """
@@ -17,10 +19,11 @@ absorbed) has no such parts.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -37,14 +43,17 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from braidrl.engines.vllm.logits_processor import DrawByRow
+from braidrl.engines.vllm.route_recorder import RouteRecorder
 from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
-from braidrl.weights.model_files import HubNames, model_in, shapes_in_folder
+from braidrl.weights.model_files import HubNames, model_in
 from braidrl.weights.shards import WeightPart
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
 """Classes that compute with a parameter as it was loaded."""
+PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU)
+"""Backends of experts that do so; of a CPU as `compute_experts` replaces it."""
 
 
 class WeightsNotLive(ValueError):
@@ -67,6 +76,11 @@ class TakesWeights:
     """The live parameters; empty if vLLM stores them in another form, None before the lookup."""
     hub_names: HubNames | None = None
     """The conversion to the names that vLLM's loaders know, made once."""
+    routes: RouteRecorder | None = None
+
+    def record_routes(self) -> None:
+        """Record the routes of rows that ask for them, from the next step on."""
+        self.routes = RouteRecorder(self.model_runner, self.vllm_config)
 
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""
@@ -87,12 +101,13 @@ class TakesWeights:
         return None
 
     def take_values(self, rows: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """Return and forget the columns per token that this worker has computed for rows; see `DrawByRow`."""
+        """Return and forget the columns per token that this worker has computed for rows."""
         processors = self.model_runner.input_batch.logitsprocs.all
-        values: dict[str, dict[str, Tensor]] = {}
+        values: dict[str, dict[str, Tensor]] = {} if self.routes is None else self.routes.take_values(rows)
         for processor in processors:
             if isinstance(processor, DrawByRow):
-                values |= processor.take_values(rows)
+                for row, columns in processor.take_values(rows).items():
+                    values[row] = values.get(row, {}) | columns
         return values
 
     def load_version(self, source: WeightFile | Incoming) -> None:
@@ -102,10 +117,11 @@ class TakesWeights:
         """
         config = self.vllm_config.model_config
         if self.live is None:
+            # `model_config.model` becomes the folder of the last update, which may have been removed.
+            model = model_in(Path(config.hf_config.name_or_path))
+            self.hub_names = HubNames(model)
             try:
-                # `model_config.model` becomes the folder of the last update, which may have been removed.
-                shapes = shapes_in_folder(Path(config.hf_config.name_or_path))
-                self.live = live_parts(self.model_runner.get_model(), shapes, config.dtype)
+                self.live = live_parts(self.model_runner.get_model(), model, self.hub_names, config.dtype)
             except WeightsNotLive:
                 self.live = {}
         if self.live:
@@ -124,12 +140,10 @@ class TakesWeights:
         """
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
-        config = self.vllm_config.model_config.hf_config
-        if self.hub_names is None:
-            self.hub_names = HubNames(model_in(Path(config.name_or_path)))
+        assert self.hub_names is not None
         first, sinks, model = next(tensors), dict[str, Tensor](), self.model_runner.get_model()
         come = self.hub_names.of(chain([first], tensors))
-        if config.model_type == "gpt_oss":
+        if self.vllm_config.model_config.hf_config.model_type == "gpt_oss":
             come = parts_of_gpt_oss(come, sinks)
         try:
             with unloaded_parameters(model) as unloaded:
@@ -141,36 +155,103 @@ class TakesWeights:
             raise
 
 
-def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:
-    """Return this worker's parts of vLLM's loaded module; a tied tensor under the name that vLLM loads.
+class Block(NamedTuple):
+    """A block of one of the trainer's tensors, and where a worker keeps it."""
 
-    `shapes` are the global shapes by the names in the checkpoint, `dtype` is vLLM's dtype of computation. Raises
-    WeightsNotLive if it stores some of the weights in another form.
+    box: Box
+    target: Tensor
+
+
+def live_parts(vllm_model: Any, model: nn.Module, hub_names: HubNames, dtype: torch.dtype) -> dict[str, WeightPart]:
+    """Return this worker's parts of vLLM's loaded module, by the names of the trainer's `model`; a tied tensor under
+    the name that vLLM loads.
+
+    `model` may be on the meta device; `dtype` is vLLM's dtype of computation. Raises WeightsNotLive if it stores
+    some of the weights in another form.
     """
-    for name, module in model.named_modules():
+    for name, module in vllm_model.named_modules():
         method = getattr(module, "quant_method", module)
-        if hasattr(method, "process_weights_after_loading") and not isinstance(method, PLAIN):
+        if hasattr(method, "process_weights_after_loading") and not computes_as_loaded(method):
             raise WeightsNotLive(f"vLLM changes {name or 'the model'} after loading ({type(method).__name__})")
-    checkpoint = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
-    with CopyWatch() as watch:
-        try:
-            model.load_weights(iter(checkpoint.items()))
-        except Exception as error:
-            raise WeightsNotLive(f"vLLM computes with values while it loads them ({error})") from error
-    names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}
-    global_shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
-    parts: dict[str, WeightPart] = {}
-    for target, source in watch.copies:
-        name = names.get(source.untyped_storage()._cdata)
-        box = None if name is None else block_of(source, global_shapes[name])
-        if name is None or box is None or name in parts:
-            raise WeightsNotLive(f"vLLM puts {name or 'a computed tensor'} together of several pieces")
-        parts[name] = WeightPart([name], target, (global_shapes[name], box))
-    filled = {part.local.untyped_storage()._cdata for part in parts.values()}
-    for name, parameter in model.named_parameters():
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    blocks: dict[str, list[Block]] = {}
+    for name, block in loaded_blocks(vllm_model, shapes, hub_names, dtype):
+        blocks.setdefault(name, []).append(block)
+    parts = {name: part_of(name, shapes[name], of_tensor) for name, of_tensor in blocks.items()}
+    filled = {block.target.untyped_storage()._cdata for of_tensor in blocks.values() for block in of_tensor}
+    for name, parameter in vllm_model.named_parameters():
         if parameter.untyped_storage()._cdata not in filled:
             raise WeightsNotLive(f"vLLM makes {name} itself")
     return parts
+
+
+def computes_as_loaded(method: Any) -> bool:
+    """Return whether one of vLLM's modules or methods computes with its parameters as they were loaded."""
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return method.unquantized_backend in PLAIN_EXPERTS
+    return isinstance(method, PLAIN)
+
+
+def loaded_blocks(
+    vllm_model: Any, shapes: Mapping[str, torch.Size], hub_names: HubNames, dtype: torch.dtype
+) -> Iterator[tuple[str, Block]]:
+    """Yield the blocks that vLLM's loader writes to its parameters, by name of the trainer's tensor.
+
+    Raises WeightsNotLive if it writes anything else.
+    """
+    sources: dict[str, tuple[str, torch.Size, Box]] = {}
+    for name, shape in shapes.items():
+        held = hub_names.blocks_of(name, shape)
+        if held is None:
+            raise WeightsNotLive(f"the hub keeps {name} in another form")
+        sources |= {stored: (name, stored_shape, box) for stored, stored_shape, box in held}
+    checkpoint = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, shape, _) in sources.items()}
+    with CopyWatch() as watch:
+        try:
+            vllm_model.load_weights(iter(checkpoint.items()))
+        except Exception as error:
+            raise WeightsNotLive(f"vLLM computes with values while it loads them ({error})") from error
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}
+    for target, view in watch.copies:
+        stored = names.get(view.untyped_storage()._cdata)
+        inner = None if stored is None else block_of(view, checkpoint[stored].shape)
+        if stored is None or inner is None:
+            raise WeightsNotLive(f"vLLM puts {stored or 'a computed tensor'} together of several pieces")
+        name, _, box = sources[stored]
+        yield name, Block(box.nested(inner), target.view(*(1,) * (len(box.sizes) - target.dim()), *target.shape))
+
+
+def part_of(name: str, shape: torch.Size, blocks: Sequence[Block]) -> WeightPart:
+    """Return the part of a tensor whose blocks are these, of several experts where their memory is evenly spaced.
+
+    Raises WeightsNotLive for blocks that overlap, which vLLM keeps twice.
+    """
+    joined: list[Block] = []
+    for block in sorted(blocks, key=lambda block: (block.box.offsets[1:], block.box.offsets[:1])):
+        if joined and (both := joined_blocks(joined[-1], block)) is not None:
+            joined[-1] = both
+        else:
+            joined.append(block)
+    if any(a.box.overlap(b.box) for number, a in enumerate(joined) for b in joined[:number]):
+        raise WeightsNotLive(f"vLLM keeps {name} twice")
+    first, *others = (WeightPart([name], block.target, (shape, block.box)) for block in joined)
+    return replace(first, others=tuple(others))
+
+
+def joined_blocks(a: Block, b: Block) -> Block | None:
+    """Return two blocks that are neighbors along the first dimension as one; None if their memory is not evenly
+    spaced.
+    """
+    if not a.box.sizes:
+        return None
+    count, start = a.box.sizes[0], a.box.offsets[0]
+    end = start + count + b.box.sizes[0]
+    step = (b.target.storage_offset() - a.target.storage_offset()) // count
+    strides = (step, *a.target.stride()[1:])
+    both = a.target.as_strided((end - start, *a.box.sizes[1:]), strides)
+    is_even = all(len(t) == 1 or t.stride() == strides for t in (a.target, b.target))
+    is_next = b.box == a.box.along(0, start + count, end) and both[count:].data_ptr() == b.target.data_ptr()
+    return Block(a.box.along(0, start, end), both) if is_even and is_next else None
 
 
 def block_of(view: Tensor, shape: torch.Size) -> Box | None:
@@ -265,12 +346,53 @@ def compute_plainly(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = nn.functional.linear
 
 
-def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-    """Pack experts at each update: vLLM packs them only once, and would treat an update's plain tensors as packed."""
-    is_update = method.moe_kernel is not None
-    SET_UP_KERNEL(method, layer, w13, w2)
-    if is_update:
-        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+def keep_experts(self: Any, layer: Any) -> None:
+    """Leave experts as they were loaded, where vLLM would pack them."""
+
+
+def compute_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: MoEActivation,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    *buffers: object,
+    apply_router_weight_on_input: bool = False,
+    **named_buffers: object,
+) -> None:
+    """Add up the outputs of each token's experts, as vLLM's method of the same arguments does from packed weights.
+
+    `w1` (experts, gate and up, width) and `w2` (experts, width, inner) are this worker's; `expert_map` has their
+    numbers.
+    """
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        local = expert if expert_map is None else int(expert_map[expert])
+        if local < 0:
+            continue
+        tokens, choice = (topk_ids == expert).nonzero(as_tuple=True)
+        bias1, bias2 = (None if bias is None else bias[local] for bias in (self.w1_bias, self.w2_bias))
+        inner = activated(activation, nn.functional.linear(hidden_states[tokens], w1[local], bias1))
+        of_expert = nn.functional.linear(inner, w2[local], bias2)
+        if not apply_router_weight_on_input:
+            of_expert = of_expert * topk_weights[tokens, choice, None].to(of_expert.dtype)
+        output.index_add_(0, tokens, of_expert)
+
+
+def activated(activation: MoEActivation, gate_up: Tensor) -> Tensor:
+    """Return the inner values (N, I) of gated experts; `gate_up` is (N, 2 I), gpt-oss's in pairs."""
+    if activation is MoEActivation.SWIGLUOAI:
+        gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    gate, up = gate_up.chunk(2, -1)
+    if activation is MoEActivation.SILU:
+        return nn.functional.silu(gate) * up
+    return nn.functional.gelu(gate, approximate="tanh" if activation is MoEActivation.GELU_TANH else "none") * up
 
 
 def of_each_draft(values: Tensor, ends: Tensor, count: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
@@ -283,9 +405,9 @@ def of_each_draft(values: Tensor, ends: Tensor, count: int, replace_from: int = 
 
 
 # vLLM imports this module in each worker before it loads the model. Its kernels for CPUs are repaired or replaced here.
-ROTATE_IN_PLACE, SET_UP_KERNEL = RotaryEmbedding.forward_cpu, UnquantizedFusedMoEMethod._setup_kernel
+ROTATE_IN_PLACE = RotaryEmbedding.forward_cpu
 if current_platform.is_cpu():
     RotaryEmbedding.forward_cpu = rotate
     utils.dispatch_cpu_unquantized_gemm = compute_plainly
-    UnquantizedFusedMoEMethod._setup_kernel = set_up_experts
+    CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply = keep_experts, compute_experts
     rejection_sampler.expand_batch_to_tokens = of_each_draft

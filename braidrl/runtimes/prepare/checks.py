@@ -111,9 +111,15 @@ def check_replay(config: Config, flow: Flow, of_engine: bool) -> None:
     """Raise UserError for a run that cannot record or replay the routes of a mixture of experts: those of the engine or
     of recomputed log-probs.
     """
-    if of_engine and (config.rollout.engine != "embedded" or config.rollout.pipeline > 1):
+    rollout = config.rollout
+    if of_engine and (rollout.engine not in ("embedded", "vllm") or rollout.pipeline > 1):
         raise UserError(
-            "replay=inference: only a whole embedded engine records routes; write rollout.engine=embedded, or "
+            "replay=inference: only an embedded engine or vLLM that holds all layers records routes; write "
+            "rollout.engine=embedded and rollout.pipeline=1, or replay=training"
+        )
+    if of_engine and not rollout.is_reproducible:
+        raise UserError(
+            "replay=inference: vLLM records routes where Braid draws; write rollout.reproducible=true, or "
             "replay=training"
         )
     for role in {str(stage.role) for stage in flow.stages if ROUTED_EXPERTS in stage.reads}:

@@ -22,10 +22,11 @@ from braidrl.engines import engine_contract as contract
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
-from braidrl.engines.requests import Request, Response
+from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.training.loading import load_decoder
 from braidrl.weights.collective import WeightOffer
 from braidrl.weights.publisher import ModelWeights
-from braidrl.weights.shards import weight_parts
+from braidrl.weights.shards import snapshot, weight_parts
 from tests.engines.served import (
     LIMIT,
     LONG_OF_SLOW,
@@ -38,6 +39,8 @@ from tests.engines.served import (
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
 from tests.engines.vllm.hosted_runs import ENVIRONMENT, vllm_interpreter
 from tests.tiny import ROOT
+from tests.training.decoders.families import write_family
+from tests.training.decoders.test_families import ON_VLLM
 
 # Three processes of vLLM start, on a busy machine for minutes.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
@@ -110,6 +113,31 @@ def test_two_workers_draw_one_engines_tokens_with_the_trainers_log_probs(
     alone = EmbeddedEngine(MODEL, make_tokenizer(), Decoding(16, LIMIT)).generate(submitted)
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
     assert divided.run(largest_gap(divided.engine, submitted[:4], updates=20)) < 1e-5
+
+
+def test_two_workers_receive_their_slices_of_each_expert(tmp_path: Path) -> None:
+    wide = {**ON_VLLM["qwen3_moe"], "moe_intermediate_size": 64}
+    folder = write_family(tmp_path / "model", "qwen3_moe", **wide)
+    trained = load_decoder(str(folder), torch.float32, "cpu").requires_grad_(False).eval()
+    prompts = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(3))
+    submitted = [Request((0, n, 0), prompt, SamplingParams(max_tokens=24)) for n, prompt in enumerate(prompts)]
+    sizes = {"all": sum(p.nbytes for p in trained.parameters())}
+    sizes["experts"] = sum(p.nbytes for name, p in trained.named_parameters() if ".experts." in name)
+    with (
+        closing(Served("vllm", folder, limit_s=500.0, tensor=2)) as served,
+        closing(WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"))) as offer,
+    ):
+        for version in range(1, 3):
+            for parameter in trained.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape))
+            before = offer.sent_bytes
+            served.run(served.engine.update_weights(version, offer.keep(version, snapshot(weight_parts(trained)))))
+            sent = offer.sent_bytes - before
+            finished = served.run(all_of(served.engine, submitted))
+            for response, expected in zip(finished, training_log_probs(trained, submitted, finished), strict=True):
+                torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=1e-5)
+            print(f"sent {sent} bytes of {sizes}")
+            assert sent < 2 * sizes["all"] - 0.9 * sizes["experts"], "whole experts went to both workers"
 
 
 @pytest.mark.soak
