@@ -26,7 +26,10 @@ else:
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, torch.Tensor)
 
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, torch.Tensor)
+
     class Tensor(metaclass=OfTensors):
-        """`torch.Tensor` in annotations and `isinstance`."""
+        """`torch.Tensor` in annotations, `isinstance` and `issubclass`."""
 
     torch = Torch()

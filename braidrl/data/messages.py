@@ -63,7 +63,7 @@ def _typed(type: Any, value: Any) -> Any:
     import torch
 
     dtype, shape, content = value
-    if type is not torch.Tensor or dtype not in TENSORS:
+    if not issubclass(torch.Tensor, type) or dtype not in TENSORS:
         raise ValueError(f"a tensor of dtype {dtype} was expected")
     return torch.from_numpy(np.frombuffer(content, dtype=dtype).copy()).reshape(shape)
 
