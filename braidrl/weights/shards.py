@@ -199,7 +199,7 @@ class WeightPart:
 
     def put_blocks(self, full: Tensor) -> None:
         """Write all blocks of this part from the full tensor."""
-        for part in (self, *self.others):
+        for part in (self, *self.other_parts):
             part.put(part.box.of(full), part.box)
 
 
