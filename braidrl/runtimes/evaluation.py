@@ -11,7 +11,7 @@ from braidrl.algorithms.policy_metrics import avg_at_k, pass_at_k
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.engines.deployment import MODES
-from braidrl.errors import FailedStep, UserError
+from braidrl.errors import FailedStep
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import rollout_path
@@ -34,14 +34,6 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
     """Return True if the metrics contain an evaluation and the accuracy of every set is at least `stop_at`."""
     shares = [value for key, value in metrics.items() if SHARE_RIGHT.fullmatch(key) and value is not None]
     return stop_at is not None and bool(shares) and min(shares) >= stop_at
-
-
-def value_of_best(metrics: Mapping[str, float | int | None], name: str) -> float:
-    """Return the metric named by `evaluation.best`. Raises UserError that lists the metrics of the evaluation sets."""
-    if (value := metrics.get(name)) is None:
-        names = [key for key in metrics if key.startswith("eval/")]
-        raise UserError(f"evaluation.best: there is no metric {name!r} of a set; write one of {', '.join(names)}")
-    return float(value)
 
 
 def evaluate_sets(

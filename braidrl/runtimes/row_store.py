@@ -24,6 +24,7 @@ from braidrl.data.vision import moved
 from braidrl.engines.requests import Response
 from braidrl.flow import Kind
 from braidrl.flow.signatures import columns_of
+from braidrl.observe.episodes import segment_tokens
 from braidrl.observe.recorded_rows import check_rows, read_rollouts, write_rollouts
 from braidrl.observe.rollouts import parts_of
 from braidrl.rewards.verify import decoded, responses
@@ -32,6 +33,9 @@ from braidrl.training.pretrained import model_settings
 
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
 """The columns needed for the texts of a row."""
+TURN_LENGTHS = "turn_lengths"
+SEGMENTED = ("tokens", "action_mask", "sequence_lengths", TURN_LENGTHS)
+"""The columns of an episode that say where its turns and observations are."""
 
 
 class RowText(NamedTuple):
@@ -164,7 +168,27 @@ class RowStore:
         added = {} if later is None else {name: column for name, column in later.items() if name not in rows}
         rows = rows.with_columns(added)
         prompts, responses = zip(*self.row_texts(rows), strict=True) if len(rows) else ((), ())
+        if TURN_LENGTHS in rows and len(rows):
+            responses = self.episode_texts(rows)
         write_rollouts(path, rows, list(prompts), list(responses))
+
+    def episode_texts(self, rows: Rows) -> tuple[str, ...]:
+        """Return the text of each episode after its prompt: turns and observations, each below a mark with its kind."""
+        spans_of_rows = rows.get("images") or [[]] * len(rows)
+        columns = {name: rows[name].tolist() for name in SEGMENTED if name in rows}
+        hidden = {*self.ends, getattr(self.tokenizer, "pad_token_id", None)}
+        marks, ids = list[list[str]](), list[list[int]]()
+        for row, spans in enumerate(spans_of_rows):
+            marks.append([])
+            for kind, turn, _, tokens, _, begin in segment_tokens({name: c[row] for name, c in columns.items()}):
+                if begin == 0:  # the prompt
+                    continue
+                marks[row].append(f"[{kind}]" if turn is None else f"[turn {turn + 1}]")
+                inside = [s for s in moved(spans, -begin) if 0 <= s.start < len(tokens)]
+                tokens = self.vision.collapse(tokens, inside) if self.vision is not None and inside else tokens
+                ids.append(tokens if turn is None else [token for token in tokens if token not in hidden])
+        texts = iter(decoded(self.tokenizer, ids, self.config.reward.skip_special_tokens))
+        return tuple("\n".join(f"{mark}\n{next(texts)}" for mark in of_row) for of_row in marks)
 
     def save(self, path: Path, rows: Rows) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
 from braidrl.observe.trace import Span
 from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.evaluation import evaluate_sets, good_enough, value_of_best
+from braidrl.runtimes.evaluation import evaluate_sets, good_enough
 from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.isolation import can_isolate
 from braidrl.runtimes.prepare.checks import without_effect
@@ -562,9 +562,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         evaluates = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if evaluates and not self.config.evaluation.before_first_step:
             # One prompt of every set, so that an error ends the run now and not at the first evaluation.
-            tried = evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
-            if self.config.evaluation.best:
-                value_of_best(tried, self.config.evaluation.best)
+            evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
             for name in self.config.data.evaluation_sources if self.world.first else ():
                 path = rollout_path(self.folder, 0, name)
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -578,10 +576,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _evaluate(self) -> StepMetrics:
-        metrics: StepMetrics = {**evaluate_sets(self.backend, self.prepared, self.folder, self.step)}
+        measured = evaluate_sets(self.backend, self.prepared, self.folder, self.step)
+        metrics: StepMetrics = {**measured}
         self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
         if name := self.config.evaluation.best:
-            value, before = value_of_best(metrics, name), self._best_before(name)
+            value, before = measured[name], self._best_before(name)
             if self.step > 0 and (before is None or value > before):
                 self.best_of_step = (name, value)
         return metrics

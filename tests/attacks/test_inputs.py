@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -21,6 +22,7 @@ from braidrl.data import chat
 from braidrl.data.sources import Reading
 from braidrl.errors import UserError
 from braidrl.flow.yaml_form import from_yaml
+from braidrl.runtimes.prepare.first_checks import check_first
 from braidrl.runtimes.prepare.setup import prepare
 from tests.tiny import Workshop
 
@@ -326,3 +328,14 @@ def test_hostile_parquet_is_refused_with_its_place(tmp_path: Path) -> None:
     for content in (b"", b"PAR1" + b"x" * 100 + b"PAR1", b"PAR1" + b"\xff" * 1000):
         path.write_bytes(content)
         assert f"{path} is not a readable parquet" in fault()
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "model.safetensors", "generation_config.json", "chat_template.jinja"]
+)
+def test_a_pipe_in_a_models_folder_is_named_and_not_read(workshop: Workshop, name: str) -> None:
+    folder = shutil.copytree(workshop.model, workshop.folder / "piped")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match=f"{name} is a pipe or a device"):
+        check_first(workshop.config(model=str(folder)))

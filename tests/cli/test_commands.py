@@ -290,6 +290,7 @@ MISTAKES = {
     "train model=bare": "no tokenizer",
     "train --dry-run --devices 8xH1000": "H1000",
     "train --dry-run trackers=wandbb reward.verify=exact data.train=unanswered.jsonl": "verdict: 2",
+    "train data.held_out=1 evaluation.best=eval/held_out/avg@7": "avg@7",
     "eval": "data.eval",
     "data data.train=unnamed.jsonl": "prompt",
     "plan --devices 8xH1000": "H1000",

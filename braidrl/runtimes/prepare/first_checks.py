@@ -17,7 +17,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow
 from braidrl.rewards.verifier import resolve
 from braidrl.runtimes.prepare.names import check_names
-from braidrl.runtimes.prepare.run_flow import evaluation_flow, with_own_samples, written_flow
+from braidrl.runtimes.prepare.run_flow import check_best, evaluation_flow, with_own_samples, written_flow
 from braidrl.training.model_settings import check_tokenizer, checked_settings
 
 JSON_BYTES = 16 << 20
@@ -44,6 +44,8 @@ def check_first(config: Config, trained: bool = True, evaluated: bool = True, ch
     for source in config.data.training_sources if trained else ():
         check(partial(check_first_record, config, source, flow, flow.trains_on_pairs))
     evaluation = evaluation_flow(config, flow)
+    if trained:
+        check(partial(check_best, config, evaluation))
     for source in config.data.evaluation_sources.values() if evaluated else ():
         check(partial(check_first_record, config, source, evaluation, flow.trains_on_pairs))
 

@@ -117,6 +117,24 @@ def with_images(flow: Flow, config: Config) -> Flow:
     return Flow(flow.name, stages)
 
 
+def metrics_of_sets(config: Config, evaluation: Flow) -> list[str]:
+    """Return the names of the metrics of the evaluation sets."""
+    types, samples = {stage.type for stage in evaluation.stages}, config.evaluation.samples
+    if "generate" in types:
+        powers = [f"pass@{2**power}" for power in range(samples.bit_length())]
+        names = [f"avg@{samples}", *powers, "length_mean", "score_mean"]
+    else:
+        names = ["loss"] if "shape.response_log_prob" in types else ["pair_accuracy", "margin"]
+    return [f"eval/{of_set}/{name}" for of_set in config.data.evaluation_sources for name in names]
+
+
+def check_best(config: Config, evaluation: Flow) -> None:
+    """Raise UserError if `evaluation.best` names no metric of the evaluation sets."""
+    names, best = metrics_of_sets(config, evaluation), config.evaluation.best
+    if names and best is not None and best not in names:
+        raise UserError(f"evaluation.best: no set has the metric {best!r}; write one of {', '.join(names)}")
+
+
 def evaluates_given(config: Config, is_scalar: bool) -> bool:
     """Return True if a flow on responses of the data is evaluated on held-out responses instead of generated ones."""
     if config.evaluation.responses != "auto":

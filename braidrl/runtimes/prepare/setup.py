@@ -36,7 +36,7 @@ from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.first_checks import check_answer, check_answered
 from braidrl.runtimes.prepare.names import check_names
-from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow, with_own_samples
+from braidrl.runtimes.prepare.run_flow import build_flow, check_best, evaluation_flow, with_own_samples
 from braidrl.training.compute.rope import RopeLengths, most_positions
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.loading import blind_because, check_model, load_vision
@@ -130,6 +130,7 @@ def without_data(config: Config, train: bool = True, check: Check = call) -> Pre
     if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
     check(lambda: check_names(config))
+    check(lambda: check_best(config, evaluation))
     check(lambda: check_optimizer(config.trainer))
     check(lambda: checks.check_dtypes(config, flow))
     check(lambda: checks.check_backends(config, flow))
