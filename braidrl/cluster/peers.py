@@ -2,7 +2,8 @@
 
 all-gather   Bruck (1997): in round k a rank sends its first 2^k blocks to rank r - 2^k, and receives as many of rank
              r + 2^k; after ceil(log2 N) rounds it has all blocks, from twice as many neighbours
-reduce       up a binomial tree to rank 0, in the order of ranks; the result goes down the same tree
+collect      up a binomial tree to rank 0, in the order of ranks
+reduce       the same; the result goes down that tree
 broadcast    down that tree
 exchange     one message for each receiver, from each known sender
 
@@ -67,8 +68,8 @@ class Peers:
         first = starts[self.size - self.rank]
         return torch.cat([gathered[first:], gathered[:first]])
 
-    def reduce(self, message: bytes, combine: Callable[[bytes, bytes], bytes], sign: int) -> bytes:
-        """Return the combination of all ranks' messages, the same bytes on every rank.
+    def collect(self, message: bytes, combine: Callable[[bytes, bytes], bytes], sign: int) -> bytes:
+        """Return the combination of all ranks' messages on rank 0, and on another rank of those below it.
 
         `combine` is associative, and gets the message of lower ranks first.
         """
@@ -76,7 +77,11 @@ class Peers:
             message = combine(message, self._receive(child, sign))
         if self.rank:
             self._send(message, self._parent(), sign)
-        return self.broadcast(message, sign)
+        return message
+
+    def reduce(self, message: bytes, combine: Callable[[bytes, bytes], bytes], sign: int) -> bytes:
+        """Return what `collect` returns on rank 0, the same bytes on every rank."""
+        return self.broadcast(self.collect(message, combine, sign), sign)
 
     def broadcast(self, message: bytes, sign: int) -> bytes:
         """Return rank 0's message."""

@@ -228,8 +228,8 @@ class RayCluster:
         gone = [f"{name} (process {pid})" for pid, name in self.needed.items() if has_ended(pid)]
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
-    def look(self) -> None:
-        """Record heartbeats and request new ones, at most once a second.
+    def look(self) -> bool:
+        """Record heartbeats and request new ones, at most once a second; return True if this was done now.
 
         Raises WorkerError if one of Ray's processes has ended.
         """
@@ -237,7 +237,7 @@ class RayCluster:
             raise WorkerError(self.lost)
         now = time.monotonic()
         if now - self._looked < BEAT_S:
-            return
+            return False
         was_asleep, self._looked = now - self._looked > ASLEEP_S, now  # this process was itself stopped or busy
         beats_awaited = [reference for _, reference in self._beats.values()]
         answered = (
@@ -252,6 +252,7 @@ class RayCluster:
                 reference = actor.__ray_ready__.options(concurrency_group=BEATS).remote()
             beats[actor._actor_id] = heard, reference
         self._beats = beats
+        return True
 
     def silence(self, actor: Any) -> float:
         """Return the seconds since the last heartbeat of an actor that has sent one."""
@@ -267,8 +268,8 @@ class RayCluster:
         while True:
             left = max(0.0, deadline - time.monotonic())
             done: list[Any] = self.ray.wait(list(references), timeout=min(BEAT_S, left))[0]
-            self.look()
-            for actor in self.actors:
+            # Not after each answer: a stage has as many answers as workers.
+            for actor in self.actors if self.look() else ():
                 if (silence := self.silence(actor)) > mute_after(self.config.silence_s):
                     name = self.names.get(actor._actor_id.hex(), "an actor")
                     raise LostProcess(

@@ -463,6 +463,18 @@ class World:
             message = self.peers.reduce(pack_message(value), combined, sign_of(where))
         return unpack_message(message, type)
 
+    def collect(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
+        """Return the messages of all ranks, in their order, on the first rank; elsewhere an empty list."""
+        if self.group is None:
+            return [value]
+
+        def joined(low: bytes, high: bytes) -> bytes:
+            return pack_message(unpack_message(low, list[bytes]) + unpack_message(high, list[bytes]))
+
+        with self.meeting(purpose) as where:
+            message = self.peers.collect(pack_message([pack_message(value)]), joined, sign_of(where))
+        return [unpack_message(part, type) for part in unpack_message(message, list[bytes])] if self.first else []
+
     def exchange(
         self, purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
     ) -> dict[int, memoryview]:

@@ -65,6 +65,11 @@ def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
     return called(replace(entry, function=entry.sums), arguments(stage, rows), named_settings(stage, entry.sums))
 
 
+def added(low: Mapping[str, Tensor], high: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add the sums of two sets of rows; one side may have none."""
+    return {name: low[name] + high[name] for name in low} if low and high else dict(low or high)
+
+
 def named_settings(stage: Stage, function: Callable[..., Any]) -> dict[str, Any]:
     """Return the settings that a stage's function takes by keyword."""
     parameters = inspect.signature(function).parameters

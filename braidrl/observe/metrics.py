@@ -209,3 +209,11 @@ class Sums:
     def means(self) -> dict[str, float]:
         """Return the mean by name; NaN if the count is zero."""
         return {name: total / count if count else float("nan") for name, (total, count) in self._pairs.items()}
+
+
+Pairs = Mapping[str, Sequence[float]]
+
+
+def merged(low: Pairs, high: Pairs) -> dict[str, tuple[float, float]]:
+    """Add the sums of two sets of workers, in the form of `Sums.pairs`."""
+    return Sums(low).merge(Sums(high)).pairs()

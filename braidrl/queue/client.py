@@ -37,7 +37,7 @@ from braidrl.queue.calls import (
     Take,
 )
 from braidrl.queue.storage import Place, open_storage
-from braidrl.queue.table import Block, Positions, StoredRows, TablePiece, in_order
+from braidrl.queue.table import Block, Positions, StoredRows, TablePiece, in_order, pieces_without
 from braidrl.queue.transport import Connections
 
 DECODED = 4
@@ -209,6 +209,14 @@ class WorkItem:
     def index(self) -> Rows:
         """Return the index columns of all rows. Raises Evicted."""
         return assembled(self.data, self.inline, self.answer.payload, self.size, index=True)
+
+    def bring_index(self) -> None:
+        """Read the index columns, so that the work can be passed on to processes that read no block for them.
+
+        Raises Evicted.
+        """
+        self.inline = self.index
+        self.answer.payload = pieces_without(self.answer.payload, list(self.index))
 
     def read(self, positions: Sequence[int] | None = None) -> Rows:
         """Read the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""

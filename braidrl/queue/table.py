@@ -133,7 +133,13 @@ class StoredRows:
 
 def pieces_without(pieces: Iterable[TablePiece], names: Collection[str]) -> list[TablePiece]:
     """Return the locations of all but some columns."""
-    left = (piece._replace(columns=[name for name in piece.columns if name not in names]) for piece in pieces)
+    left = (
+        piece._replace(
+            columns=[name for name in piece.columns if name not in names],
+            index_columns=[name for name in piece.index_columns if name not in names],
+        )
+        for piece in pieces
+    )
     return [piece for piece in left if piece.columns]
 
 
@@ -360,6 +366,8 @@ class Leases:
         self.by_holder: defaultdict[str, set[int]] = defaultdict(set)
         self.rows_of: Counter[str] = Counter()
         """Number of rows that each holder has."""
+        self.changed: set[str] = set()
+        """Holders whose rows have changed since a caller has looked."""
         self.numbers = count()
 
     def take(self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float) -> Lease:
@@ -368,6 +376,7 @@ class Leases:
         lease = Lease(number, task, holder, tuple(rows), now + seconds, len(rows))
         self.by_holder[holder].add(number)
         self.rows_of[holder] += len(rows)
+        self.changed.add(holder)
         self.held[number] = lease
         return lease
 
@@ -375,6 +384,7 @@ class Leases:
         """Record that some rows of a lease are completed or released; after its last row a lease ends."""
         lease.left -= rows
         self.rows_of[lease.holder] -= rows
+        self.changed.add(lease.holder)
         if lease.left:
             return
         del self.held[lease.number]

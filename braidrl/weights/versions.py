@@ -56,6 +56,7 @@ class LoadingSchedule:
         """The version that engines hold or should load; prompts are admitted for this version."""
         self.pinned = False
         """Whether the target is frozen, as during an evaluation."""
+        self.draining: set[str] = set()
         self.max_draining_seen = 0
 
     def forget(self) -> None:
@@ -64,6 +65,7 @@ class LoadingSchedule:
         """
         self.target, self.pinned = UNKNOWN, True
         self.engines = {name: HeldVersion(UNKNOWN) for name in self.engines}
+        self.draining.clear()
 
     @property
     def needed_versions(self) -> set[int]:
@@ -81,6 +83,11 @@ class LoadingSchedule:
     def leave(self, name: str) -> None:
         """Remove an engine."""
         self.engines.pop(name, None)
+        self.draining.discard(name)
+
+    def is_behind(self, newest: int) -> bool:
+        """Return True if the target may move towards the newest version."""
+        return not self.pinned and newest > self.target
 
     def advance(self, newest: int, is_generation_over: bool) -> None:
         """Move the target towards the newest version, if the policy allows it now.
@@ -88,7 +95,7 @@ class LoadingSchedule:
         Engines that load together take one version after another: the version on which a batch starts then follows from
         its number alone, and not from how late versions arrive.
         """
-        if self.pinned or newest <= self.target:
+        if not self.is_behind(newest):
             return
         if self.way in ("rolling", "interrupt"):
             self.target = newest
@@ -127,10 +134,11 @@ class LoadingSchedule:
         if self.way == "rolling":
             if held.draining_from is None:
                 # It drains if it is its turn.
-                out = sum(engine.draining_from is not None for engine in self.engines.values())
-                if out >= self.max_draining:
+                if len(self.draining) >= self.max_draining:
                     return None
-                held.draining_from, self.max_draining_seen = rows, max(self.max_draining_seen, out + 1)
+                held.draining_from = rows
+                self.draining.add(name)
+                self.max_draining_seen = max(self.max_draining_seen, len(self.draining))
             if rows > held.draining_from * (1 - FINISHED):
                 return None
         held.loading = self.target
@@ -141,3 +149,4 @@ class LoadingSchedule:
         if name in self.engines:
             held = self.engines[name]
             held.version, held.loading, held.draining_from = version, None, None
+            self.draining.discard(name)

@@ -26,7 +26,7 @@ from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.queue.calls import Done, Free, Hello, Lost, ReadRows, Renew, Stop, Waited
-from braidrl.queue.client import Client, DataPlane, Evicted, assembled, write_columns
+from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled, write_columns
 from braidrl.queue.owner import StorageNode, remove_abandoned
 from braidrl.queue.storage import Place, Segments
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
@@ -102,6 +102,34 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
         deliver(worker, work, made_from("generate", work.read()))
         assert list(worker.take(TakeWork(["check"], 8), 0.0).read().payload) == ["tokens"]
         worker.close()
+
+
+def test_a_rank_that_gets_the_index_reads_the_blocks_of_its_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with queue(prompts=4) as (control, server, node):
+        engines = [client(server, node, f"engine-{number}", generates=True) for number in range(4)]
+        control.training.schedule.groups_wanted(0)
+        admit(control, range(4))
+        for engine in engines:
+            work = engine.take(TakeWork(["generate"], SAMPLES), 0.0)
+            deliver(engine, work, made_from("generate", work.read()))
+        leader = client(server, node, "leader")
+        work = leader.take(TakeWork(["check"], 4 * SAMPLES, 2), 0.0)
+        whole = work.read([2, 3])
+        work.bring_index()
+        other, blocks = DataPlane(node.place(), "other", 10.0), set[str]()
+        read = other.read_rows
+        monkeypatch.setattr(other, "read_rows", lambda block, *named: blocks.add(block.name) or read(block, *named))
+        passed_on = WorkItem(other, work.answer, work.inline)
+        assert (
+            len(passed_on.index) == 4 * SAMPLES and passed_on.index["length"].tolist() == work.index["length"].tolist()
+        )
+        rows = passed_on.read([2, 3])
+        assert set(rows) == set(whole) and all(torch.equal(rows[name], whole[name]) for name in whole.index)
+        assert torch.equal(rows["tokens"].values, whole["tokens"].values)
+        assert len(blocks) == 1, "one engine of four has written its rows"
+        for one in (*engines, leader):
+            one.close()
+        other.close()
 
 
 def test_waiting_reader_does_not_block_and_is_served_promptly() -> None:

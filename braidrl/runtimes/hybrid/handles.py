@@ -10,6 +10,7 @@ CallResult    a worker's reply: index columns by value, and the names of the pay
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -117,11 +118,20 @@ class Output:
 
     def finish(self, answers: Sequence[CallResult]) -> None:
         self.payload = frozenset(column for answer in answers for column in answer.columns)
+        # The positions of each worker's rows, worker after worker.
+        order, workers = self.worker.argsort(stable=True), torch.tensor([future.worker for future in self.futures])
+        ends = torch.searchsorted(self.worker[order], workers, right=True).tolist()
+        starts = torch.searchsorted(self.worker[order], workers).tolist()
         pieces = list[tuple[Tensor, Rows]]()
-        for future, answer in zip(self.futures, answers, strict=True):
-            positions = (self.worker == future.worker).nonzero().flatten()
+        for start, end, answer in zip(starts, ends, answers, strict=True):
+            positions = order[start:end]
             pieces.append((positions, unpack_rows(answer.index).take(self.row[positions])))
         self.index = merged_rows(len(self.worker), pieces)
+
+    @cached_property
+    def future_of(self) -> dict[int, Future]:
+        """Return the call of each worker."""
+        return {future.worker: future for future in self.futures}
 
     def holds(self, names: frozenset[str] | None) -> bool:
         """Return True if a named column is, or while running may become, payload of this output; for None, if workers
@@ -214,8 +224,7 @@ class Handle:
             positions = (rows >= 0).nonzero().flatten()
             held, columns = output.worker[rows[positions]], None
             if output.index is None:
-                needed = set(held.tolist())
-                awaited += [future for future in output.futures if future.worker in needed]
+                awaited += [output.future_of[worker] for worker in sorted(set(held.tolist()))]
             else:
                 columns = tuple(sorted(output.payload if reads is None else output.payload & reads))
             workers, there = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)

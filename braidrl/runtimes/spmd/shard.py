@@ -23,7 +23,8 @@ from braidrl.data.messages import join
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Stage
-from braidrl.observe.metrics import Sums
+from braidrl.flow.compute import added
+from braidrl.observe.metrics import Sums, merged
 from braidrl.observe.trace import Span, TraceWriter, traced
 from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.isolation import can_isolate
@@ -255,19 +256,6 @@ class StageReport:
         if all(kinds) and not differing:
             forms = {name: form.of_both(other.forms[name]) for name, form in self.forms.items()}
         return StageReport(sums, self.stop_requested or other.stop_requested, forms, differing)
-
-
-Pairs = Mapping[str, Sequence[float]]
-
-
-def merged(low: Pairs, high: Pairs) -> dict[str, tuple[float, float]]:
-    """Add the metric sums of two sets of ranks."""
-    return Sums(low).merge(Sums(high)).pairs()
-
-
-def added(low: Mapping[str, Tensor], high: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add sums by name; one side may be empty."""
-    return {name: low[name] + high[name] for name in low} if low and high else dict(low or high)
 
 
 def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | None = None) -> Tensor:

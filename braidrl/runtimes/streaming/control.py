@@ -199,6 +199,7 @@ class ControlPlane(QueueController):
             return
         # After the group's name come its number and its start count.
         self.holders[name] = WorkerHolder(name, request.address, self.clock(), name.rsplit(".", 2)[0])
+        self._note_activity([name])
         if request.generates:
             self.loading.join(name)
         if (task := self.first_tasks.pop(name, None)) is not None:
@@ -340,6 +341,12 @@ class ControlPlane(QueueController):
         stream.tasks.leases.numbers = self.training.tasks.leases.numbers
         self.streams.append(stream)
 
+    def remove_stream(self, stream: Stream) -> None:
+        """Forget the rows of a stream."""
+        self.streams.remove(stream)
+        self.data.free(stream.table.evict(stream.tasks.rows))
+        self._note_activity(self.holders)
+
     def admit(self, stream: Stream, rows: StoredRows) -> None:
         """Admit rows whose payload is in the queue, unless their batch has been closed meanwhile."""
         with self.changed:
@@ -362,6 +369,7 @@ class ControlPlane(QueueController):
         with self.changed:
             self.departed.add(holder)
             gone = self.holders.pop(holder, None)
+            self._note_activity([holder])
             self.first_tasks.pop(holder, None)
             self.loading.leave(holder)
             # Weights that it has not written are requested from another worker.
@@ -433,6 +441,7 @@ class ControlPlane(QueueController):
             self.stepping.clear()
             for holder in self.holders.values():
                 holder.orders.clear()
+            self._note_activity(self.holders)
 
     def advance(self) -> None:
         """Make all decisions that are due: verdicts, the end of selection, publications, and loading by engines.
@@ -461,7 +470,8 @@ class ControlPlane(QueueController):
             self.finished.append(record)
             self.data.free(freed)
         self.data.free(self.held.freed())
-        self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
+        if self.loading.is_behind(newest := self._loadable):
+            self.loading.advance(newest, schedule.is_generation_over(self.loading.target))
         self._note_activity()
         # Wake this process's threads only for the changes that they wait for, not for each report of rows.
         noticed: list[object] = [
@@ -563,9 +573,17 @@ class ControlPlane(QueueController):
             "streaming/oldest_version": float(min((held.version for held in engines.values()), default=0)),
         }
 
-    def _note_activity(self) -> None:
-        workers = ((name, holder.group) for name, holder in self.holders.items() if holder.group != ROWS)
-        self.activity.note(self.clock(), [(group, self.rows_held(name) > 0) for name, group in workers])
+    def _note_activity(self, workers: Collection[str] = ()) -> None:
+        """Note whether these workers, and those whose leases have changed, have rows."""
+        now, names = self.clock(), set(workers)
+        for tasks in self.queues:
+            names |= tasks.leases.changed
+            tasks.leases.changed.clear()
+        for name in names:
+            holder = self.holders.get(name)
+            group = holder.group if holder is not None and holder.group != ROWS else None
+            self.activity.note(now, name, group, self.rows_held(name) > 0)
+        self.activity.advance(now)
 
     def _free(self, locations: Collection[WeightLocation]) -> None:
         """Free weights: local files now, and copies on trainers with their next step."""

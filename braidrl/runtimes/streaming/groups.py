@@ -6,7 +6,8 @@ actor, critic     the model of a role that changes: its inference and its update
 reference         a frozen role's model: independent workers, or the ranks of a layout that shards it
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,14 +66,27 @@ class Activity:
     updates: Sums = field(default_factory=Sums)
     """Seconds that each engine paused to load weights, and that a rank took to write its shard."""
     _noted: float | None = None
-    _workers: list[tuple[str, bool]] = field(default_factory=list)
+    _state_of: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """The group of each worker, and True if it has rows."""
+    _workers: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """Number of workers in each of these states."""
 
-    def note(self, now: float, workers: Iterable[tuple[str, bool]]) -> None:
-        """Record, at a time in seconds, the group of each worker, and True if it has rows from now on."""
+    def note(self, now: float, worker: str, group: str | None, has_rows: bool = False) -> None:
+        """Record, at a time in seconds, a worker's group, and whether it has rows from now on; None if it has left."""
+        self.advance(now)
+        if (before := self._state_of.pop(worker, None)) is not None:
+            self._workers[before] -= 1
+        if group is not None:
+            self._state_of[worker] = group, has_rows
+            self._workers[group, has_rows] += 1
+
+    def advance(self, now: float) -> None:
+        """Add the time since the last call to the states of the workers."""
         passed = 0.0 if self._noted is None else now - self._noted
-        for worker in self._workers:
-            self.seconds[worker] = self.seconds.get(worker, 0.0) + passed
-        self._noted, self._workers = now, list(workers)
+        for state, workers in self._workers.items():
+            if workers:
+                self.seconds[state] = self.seconds.get(state, 0.0) + passed * workers
+        self._noted = now
 
     def take_sums(self) -> Mapping[str, float]:
         """Return the sums, each group's idle share and the seconds of an update since the last call."""

@@ -106,8 +106,7 @@ class StreamingBackend:
         if (stream := self.evaluating) is not None:
             self.evaluating = None
             with self.control.changed:
-                self.control.streams.remove(stream)
-                self.control.data.free(stream.table.evict(stream.tasks.rows))
+                self.control.remove_stream(stream)
             self.control.change(lambda: setattr(self.control.loading, "pinned", False))
 
     def index(self, table: StoredRows) -> Rows:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from braidrl.cluster.world import World
@@ -20,9 +19,9 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import IDENTITY, Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import UpdatesInProgress, trained_on
-from braidrl.flow.compute import State, of_namespace, summed
+from braidrl.flow.compute import State, added, of_namespace, summed
 from braidrl.flow.flow import is_optimized
-from braidrl.observe.metrics import Sums
+from braidrl.observe.metrics import Sums, merged
 from braidrl.observe.trace import BusySpan, WorkerTrace
 from braidrl.queue.client import DataPlane, WorkItem, write_columns
 from braidrl.queue.table import StoredRows
@@ -31,6 +30,9 @@ from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.work import LeasedRows
 from braidrl.training.objective import COUNTED, Accumulated, UpdateCounts
 from braidrl.training.row_costs import balance_of
+
+LossSums = tuple[dict[str, float], dict[str, tuple[float, float]]]
+"""Loss sums by name, and metric sums in the form of `Sums.pairs`."""
 
 
 class Trainer:
@@ -124,7 +126,7 @@ class Trainer:
             counts = UpdateCounts.of(of_namespace(Rows.cat(self.counted), objective.namespace))
             accumulated = Accumulated().add(objective, losses if first else {}, counts)
             self.executor.optim_step(objective.role, accumulated, iteration, span.sums, counted=first)
-            self._gathered({}, span)
+            self._added_up({}, span)
         self.losses, self.counted = {}, []
         report: dict[str, Any] = span.report()
         return report
@@ -192,14 +194,8 @@ class Trainer:
         with self._busy(stage, rows.uids() if piece.positions else ()) as span:
             columns: dict[str, Any] = {}
             if stage.scope is Scope.GROUP and self.world.size > 1:
-                # Groups span ranks: each rank computes the stage for all rows, from the columns that it reads.
-                read = [*rows.index, *(name for name in (*stage.reads, *stage.optional) if name in rows.payload)]
-                parts = self.world.gather("columns of groups", pack_rows(rows.only(read)) if piece.positions else None)
-                index = Rows.cat([unpack_rows(part) for part in parts if part]).ordered()
-                standing = {uid: n for n, uid in enumerate(index.uids())}
-                group_columns = Rows(self.executor.run(stage, index, span.sums))
-                if piece.positions:
-                    columns = dict(group_columns.take([standing[uid] for uid in rows.uids()]).items())
+                # Groups span ranks: each rank computes the stage for all rows.
+                columns = self._computed_everywhere(stage, piece, span.sums)
             elif stage.kind is Kind.INFER:
                 for positions in self._dispatches(range(piece.size)):
                     part = piece.share(positions)
@@ -223,17 +219,33 @@ class Trainer:
             piece.index = piece.index.with_columns(dict(everywhere.items()))
         self._note(span)
 
+    def _computed_everywhere(self, stage: Stage, piece: WorkItem, sums: Sums) -> dict[str, Any]:
+        """Compute a group-scope stage for all rows of a piece; return the columns of this rank's rows."""
+        rows, reads = piece.rows, (*stage.reads, *stage.optional)
+        before = self.stages[: self.stages.index(stage)]
+        written = {name for earlier in before for name in earlier.writes if name.rsplit(".", 1)[-1] not in COUNTED}
+        stored = {name for location in piece.answer.payload for name in location.columns}
+        if written.union(stored).isdisjoint(reads):
+            index = piece.index
+        else:
+            # Each rank has the columns of its own rows.
+            read = [*rows.index, *(name for name in reads if name in rows.payload)]
+            parts = self.world.gather("columns of groups", pack_rows(rows.only(read)) if piece.positions else None)
+            index = Rows.cat([unpack_rows(part) for part in parts if part])
+        index = index.ordered()
+        columns = Rows(self.executor.run(stage, index, sums))
+        if not piece.positions:
+            return {}
+        standing = {uid: n for n, uid in enumerate(index.uids())}
+        return dict(columns.take([standing[uid] for uid in rows.uids()]).items())
+
     def _reduced(self, totals: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the sums over all ranks."""
         if self.world.size == 1:
             return totals
-        parts = self.world.gather("sums", {name: total.tolist() for name, total in totals.items()})
-        sums: dict[str, Tensor] = {}
-        for part in parts:
-            for name, value in part.items():
-                total = torch.tensor(value, dtype=torch.float64)
-                sums[name] = sums[name] + total if name in sums else total
-        return sums
+        as_rows = {name: total.double()[None] for name, total in totals.items()}
+        sums = self.world.reduce("sums", as_rows, added, dict[str, Tensor])
+        return {name: total[0] for name, total in sums.items()}
 
     # Updates
 
@@ -265,18 +277,22 @@ class Trainer:
                 span.tokens = tokens_of(rows)
                 with self.executor.progress.stage(stage.name) as bar:
                     losses = self.executor.forward_backward(self.executor.objective(stage), rows, span.sums, bar)
-        for losses_of_rank in self._gathered(losses, span):
-            for name, loss in losses_of_rank.items():
-                self.losses[name] = self.losses.get(name, 0.0) + loss
+        for name, loss in self._added_up(losses, span).items():
+            self.losses[name] = self.losses.get(name, 0.0) + loss
         self._note(span)
 
-    def _gathered(self, losses: dict[str, float], span: BusySpan) -> list[dict[str, float]]:
-        """Gather the loss sums of all ranks, and add all metric sums to the span."""
+    def _added_up(self, losses: dict[str, float], span: BusySpan) -> dict[str, float]:
+        """Return the loss sums of all ranks, and add all metric sums to the span."""
         if self.world.size == 1:
-            return [losses]
-        reports = self.world.gather("loss sums", (losses, span.sums.pairs()))
-        span.sums = Sums().merge(*(Sums(pairs) for _, pairs in reports))
-        return [losses_of_rank for losses_of_rank, _ in reports]
+            return losses
+
+        def together(low: LossSums, high: LossSums) -> LossSums:
+            names = dict.fromkeys((*low[0], *high[0]))
+            return {name: low[0].get(name, 0.0) + high[0].get(name, 0.0) for name in names}, merged(low[1], high[1])
+
+        losses, pairs = self.world.reduce("loss sums", (losses, span.sums.pairs()), together, LossSums)
+        span.sums = Sums(pairs)
+        return losses
 
     def _busy(self, stage: Stage, uids: Sequence[Any]) -> Any:
         return self.trace.busy(stage.name, self.iteration, uids, trained_on(self.iteration))

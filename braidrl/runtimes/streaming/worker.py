@@ -13,6 +13,7 @@ Rows of a frozen role pass through; rows of a trained role stay with its `Traine
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,8 +194,12 @@ class StageLoop:
         self._broadcast(pack_message((Stop(), [])))
 
     def _together(self, work: WorkItem) -> None:
-        """Do a piece of work on all ranks; each gets the queue's answer and its columns."""
+        """Do a piece of work on all ranks; each gets the queue's answer, and the index columns of its rows."""
         if self.world.size > 1:
+            if work.has_rows:
+                # Each rank would read them from the blocks of every engine.
+                with suppress(Evicted):
+                    work.bring_index()
             frames = [bytes(frame) for frame in encode(work.inline)] if len(work.inline) else []
             self._broadcast(pack_message((work.answer, frames)))
         self._do(work)
@@ -209,8 +214,8 @@ class StageLoop:
                 self._do(WorkItem(self.context.data, answer, decode(frames) if frames else Rows({})))
 
     def _broadcast(self, message: bytes = b"") -> bytes:
-        """Broadcast the leader's message."""
-        return bytes(self.world.gather("the leader's work", message, bytes)[0])
+        """Broadcast the leader's message, once all ranks are here: the leader notices a lost one."""
+        return bytes(self.world.reduce("the leader's work", message, lambda leader, _: leader, bytes))
 
     def _do(self, work: WorkItem) -> None:
         """Do this rank's part of the queue's answer."""
@@ -240,13 +245,13 @@ class StageLoop:
     def _give_weights(self, stage: str) -> None:
         """Write the role's weights for the update of another role."""
         location = self._versions().begin()()
-        self.world.gather("weights are there", None)
+        self.world.meet("weights are there")
         if self.client is not None:
             self.client.ask(WeightsGiven(stage, location))
 
     def _report_write(self) -> None:
         """Report the first error of the ranks' writes, or that there was none."""
-        trouble = next(filter(None, self.world.gather("what is written", self.writing.trouble())), "")
+        trouble = self.world.reduce("what is written", self.writing.trouble(), lambda low, high: low or high)
         if self.client is not None:
             assert self.pending_order is not None
             self.client.ask(OrderDone(self.pending_order, trouble=trouble))
@@ -265,7 +270,7 @@ class StageLoop:
                 work.read(balanced_partition(costs.tolist(), size, groups=together)[self.world.rank])
         except Evicted:
             is_whole = False
-        if not all(self.world.gather("the ranks that have their rows", is_whole)):
+        if not self.world.reduce("the ranks that have their rows", is_whole, lambda low, high: low and high):
             # Selection has dropped some of the rows in the meantime: the rest is leased again.
             if self.client is not None:
                 self.client.ask(GiveBack([work.lease]))
@@ -294,12 +299,12 @@ class StageLoop:
             self.client.done(trainer.consumer.name, written=written, **fields)
 
     def _gathered(self, part: StoredRows | None, rows: Positions) -> list[tuple[StoredRows, Positions]]:
-        """Return the locations of all ranks' columns, with their rows as for `Client.done`, for the leader to
-        report.
+        """Return the locations of all ranks' columns, with their rows as for `Client.done`, to the leader, which
+        reports them.
         """
         frames = list[Frame]()
         described = None if part is None else (part.message(frames), [bytes(frame) for frame in frames], rows)
-        parts = self.world.gather("columns", described, tuple[StoredMessage, list[bytes], Positions] | None)
+        parts = self.world.collect("columns", described, tuple[StoredMessage, list[bytes], Positions] | None)
         return [(StoredRows.received(message, frames), rows) for message, frames, rows in filter(None, parts)]
 
     def _optim_step(self, work: Step) -> None:
@@ -336,7 +341,7 @@ class StageLoop:
             except ValueError as error:
                 raise UserError(f"{self.role} cannot take weights from {source}: {error}") from error
             # They are freed after the leader reports the step, when every rank has them.
-            self.world.gather("weights of another role", b"")
+            self.world.meet("weights of another role")
         return span.report()
 
     def _obey(self, order: Order) -> None:
@@ -350,7 +355,7 @@ class StageLoop:
                     # Engines may be ordered to load it immediately.
                     self._begin_export(version)
                     self.exports.wait()
-                    self.world.gather("weights are there", b"")
+                    self.world.meet("weights are there")
             case GoBack(version, export):
                 trouble = self._go_back(version, export)
             case Save(folder, copy=True):
