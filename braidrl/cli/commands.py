@@ -210,11 +210,14 @@ def data(settings: Settings = None) -> None:
 @app.command("import-config")
 def import_config(
     config: Annotated[
-        Path, typer.Argument(help="A YAML file of verl or TRL, or a script that starts verl, TRL, OpenRLHF or slime.")
+        Path,
+        typer.Argument(
+            help="YAML of verl, TRL or AReaL, TOML of prime-rl, or a script that starts these, OpenRLHF or slime."
+        ),
     ],
     target: Annotated[Path, typer.Argument(help="The Braid configuration to write.")] = Path("braid.yaml"),
 ) -> None:
-    """Convert a configuration of verl, TRL, OpenRLHF or slime, and say what became of each key."""
+    """Convert a configuration of verl, TRL, OpenRLHF, slime, AReaL or prime-rl, and say what became of each key."""
     from braidrl.cli.import_config import write_imported
 
     for line in write_imported(config, target):

@@ -723,6 +723,8 @@ AXES = {"t": "tensor", "p": "pipeline", "c": "context", "s": "context"}
 
 def allocation(imported: Imported, value: Any, to: str) -> Any:
     """Set engines and the trainer's layout by AReaL's form of them, as in `sglang:d4t2+fsdp:d8`."""
+    if str(value) in ("fsdp", "megatron", "archon"):  # the name alone, in place of its sizes
+        return imported.together.append(to)
     parts = [ALLOCATED.fullmatch(part) for part in str(value).split("+")]
     if None in parts:
         return Decide(f"trainer.layout and rollout.engine: {value} has parts of another form")
@@ -764,7 +766,9 @@ def areal_wandb(imported: Imported, value: Any, to: str) -> Any:
 
 def finish_areal(imported: Imported) -> None:
     loss_alone(imported)
-    if imported.flow != "sft" and "reward.verify" not in imported.made:
+    if imported.flow == "sft":
+        imported.made["rollout.samples_per_prompt"] = 1
+    elif "reward.verify" not in imported.made:
         imported.made["reward.verify"] = "math"
         imported.advice["reward.verify"] = (
             "`math` is written, as AReaL's examples have it; its scripts name the reward: file.py:function, called "
@@ -812,6 +816,7 @@ def async_level(imported: Imported, value: Any, to: str) -> Any:
 
 def finish_prime(imported: Imported) -> None:
     if imported.flow == "sft":
+        imported.made["rollout.samples_per_prompt"] = 1
         return
     imported.made.setdefault("algorithm.kl_coef", 0.0)
     imported.made.setdefault("algorithm.normalise", False)

@@ -85,6 +85,8 @@ class Shell:
     def __init__(self) -> None:
         self.variables: dict[str, str] = {"HOME": "~"}
         self.arrays: dict[str, list[str]] = {}
+        self.files = set[Path]()
+        """The scripts that were read."""
 
     def expanded(self, text: str) -> str:
         """Return a line with its variables, arrays and sums expanded. Unknown ones are unchanged."""
@@ -288,11 +290,12 @@ def end_of_array(text: str, at: int) -> int | None:
     return None
 
 
-def read_commands(path: Path, conditional: bool = True) -> list[list[str]]:
+def read_commands(path: Path, conditional: bool = True, shell: Shell | None = None) -> list[list[str]]:
     """Return the words of each command of a script, with its variables expanded, as if every `if` and loop were run;
     without `conditional`, no variable is set there.
     """
-    shell, commands, depth = Shell(), list[list[str]](), 0
+    shell, commands, depth = shell or Shell(), list[list[str]](), 0
+    shell.files.add(path.resolve())
     text = read_text(path)
     rest, begin = "", 0
     # Arrays are replaced by a line that assigns them, in their order.
@@ -317,8 +320,19 @@ def read_commands(path: Path, conditional: bool = True) -> list[list[str]]:
         while words and (words[0] in KEYWORDS or (depth and words[0].endswith(")"))):
             words = words[1:]  # also the pattern of a `case`
         if words and not shell.assign(words, conditional or not depth):
-            commands.append(words)
+            file = sourced(words, path)
+            commands += read_commands(file, conditional, shell) if file and file not in shell.files else [words]
     return commands
+
+
+def sourced(words: Sequence[str], path: Path) -> Path | None:
+    """Return the script that a command reads into this one, if it is on this machine."""
+    if words[0] not in ("source", ".") or len(words) < 2:
+        return None
+    # The script's own folder is what `$(cd "$(dirname "$0")" && pwd)` stands for.
+    name = re.sub(r"^\$[\w()]+/", "", words[1])
+    file = (path.parent / name).resolve()
+    return file if file.is_file() else None
 
 
 def assign_array(shell: Shell, array: Array) -> None:

@@ -138,6 +138,7 @@ def test_prime_rls_supervised_files_are_the_recipe_sft(tmp_path: Path) -> None:
     text += "[optim]\nlr = 2e-5\n"
     config, _ = imported(tmp_path, "sft.toml", text)
     assert (config.flow, config.trainer.prompts_per_step, config.trainer.learning_rate) == ("sft", 32, 2e-5)
+    assert config.rollout.samples_per_prompt == 1
     with pytest.raises(UserError, match="no TOML"):
         imported(tmp_path, "sft.toml", "a = = 1")
     with pytest.raises(UserError, match="names no model and no data by keys"):
@@ -199,6 +200,17 @@ def test_arrays_of_scripts_keep_every_word(form: str) -> None:
     for array in arrays_in(script):
         assign_array(shell, array)
     assert shell.arrays["A"] == expected
+
+
+def test_scripts_that_a_script_sources_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text("MODEL_ARGS=(--num-layers 2)\nsource models/tiny.sh\n")
+    text = (
+        'HERE="$(cd "$(dirname "$0")" && pwd)"\nsource "${HERE}/models/tiny.sh"\nsource ./run.sh\n. "${HERE}/none.sh"\n'
+        'python3 train.py "${MODEL_ARGS[@]}" --hf-checkpoint m --num-rollout 3 --prompt-data a.jsonl'
+    )
+    _, outcomes = imported(tmp_path, "run.sh", text)
+    assert "num_layers" in outcomes and "MODEL_ARGS" not in outcomes
 
 
 FLOWS: Mapping[str, set[str]] = {
