@@ -35,7 +35,36 @@ class Stopped(BaseException):
         self.reason = reason
 
 
+REACHED = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
+"""What a test can replace for the program too, by `patch` or `monkeypatch`."""
+
+
+def replaced_in_vain(tree: ast.Module) -> str:
+    """Return what a test replaces in its own process, while the program's keeps the original; empty text for none."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name, first = ast.unparse(node.func), node.args[0] if node.args else None
+        if name.endswith(("patch.object", "patch.dict", "monkeypatch.setenv", "monkeypatch.delenv")):
+            return ast.unparse(node)
+        is_named = isinstance(first, ast.Constant) and isinstance(first.value, str)
+        if is_named and name.rpartition(".")[2] in ("patch", "setattr") and first.value not in REACHED:  # type: ignore[union-attr]
+            return str(first.value)  # type: ignore[union-attr]
+    return ""
+
+
 def runs(case: Asserted, peer: Any) -> bool:
+    """Return whether a text of tests holds.
+
+    Raises ValueError for a test that cannot be used, and Stopped.
+    """
+    held = holding(case, peer)
+    if not held and (replaced := replaced_in_vain(parsed(case.text))):
+        raise ValueError(f"a test cannot run here: what it replaces, {replaced[:80]}, is another process's")
+    return held
+
+
+def holding(case: Asserted, peer: Any) -> bool:
     """Execute a text of tests in this process, and return True if they pass; `peer` sends requests to the program.
 
     Raises ValueError for an unusable test, and Stopped.
@@ -87,7 +116,11 @@ class Names(dict[str, Any]):
         self.ask, self.entry, self.asserted, self.foreign = ask, entry, 0, False
         self.subjects, values = named_under_test(imports.tree, entry, imports.names)
         self.pytest = Pytest()
-        builtin = {"__import__": self.imported, "isinstance": self.is_instance}
+        builtin = {
+            "__import__": self.imported,
+            "isinstance": self.is_instance,
+            "issubclass": self.is_subclass,
+        }
         self.update(values, __name__=MODULE, __builtins__=vars(builtins) | builtin)
         self.update({COUNT: self.count, IS: self.same, TYPE: self.type_of})
 
@@ -130,6 +163,11 @@ class Names(dict[str, Any]):
 
     def is_instance(self, value: Any, kind: Any) -> bool:
         return isinstance(value._plain() if isinstance(value, Foreign) and isinstance(kind, type) else value, kind)
+
+    def is_subclass(self, kind: Any, base: Any) -> bool:
+        if isinstance(kind, Foreign) and isinstance(base, Foreign | type):
+            return bool(self.ask("subclass", None, "", kind, base) is True)
+        return issubclass(kind, base)
 
     def type_of(self, value: Any) -> Any:
         return type(value._plain() if isinstance(value, Foreign) else value)
@@ -182,15 +220,16 @@ def compared(node: ast.Compare) -> ast.expr:
 def collected(names: Names, called: set[str]) -> Iterator[Callable[[], Any]]:
     """Yield the tests that a framework would call, except those that the test's module has called."""
     defined = {name: value for name, value in names.items() if getattr(value, "__module__", None) == MODULE}
+    yield from (defined[name] for name in ("setup_module",) if inspect.isfunction(defined.get(name)))
     for name, value in defined.items():
         if inspect.isclass(value) and issubclass(value, unittest.TestCase):
             yield unittest.defaultTestLoader.loadTestsFromTestCase(value).debug
         elif inspect.isclass(value) and name.startswith("Test"):
-            yield from map(awaited, calls_of(value, defined))
+            yield from calls_of(value, defined)
         elif not inspect.isfunction(value) or name in called:
             continue
         elif name.startswith("test"):
-            yield from map(awaited, calls_of(value, defined))
+            yield from calls_of(value, defined)
         elif name == "check":
             candidates = len(inspect.signature(value).parameters)
             yield partial(lambda check, count: check(*[candidate(names)] * count), value, candidates)
@@ -218,16 +257,3 @@ def run_awaitable(awaitable: Any, **_: Any) -> Any:
 
     with asyncio.Runner() as runner:
         return runner.run(main())
-
-
-def awaited(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that also runs the coroutine of a coroutine function."""
-
-    def run() -> None:
-        result = call()
-        if inspect.iscoroutine(result):
-            import asyncio  # here: few tests need it, and each call of a verifier would pay for it
-
-            asyncio.run(result)
-
-    return run

@@ -110,7 +110,8 @@ def case_of(test: Any, entry: str, setup: str) -> Case:
     case_input, expected = test["input"], test["output"]
     function = next((str(test[key]) for key in ENTRY if test.get(key)), entry)
     if function and test.get("testtype", "functional") != "stdin":
-        return Called(function, arguments_of(case_input), value_of(expected))
+        # `Solution().f` and `Solution.f` are the method `f` of the class.
+        return Called(function.rpartition(".")[2], arguments_of(case_input), value_of(expected))
     if not isinstance(case_input := joined(case_input), str) or not isinstance(expected := joined(expected), str):
         raise ValueError(
             f"a test has texts as `input` and `output`, or names its function in fn_name: {str(test)[:80]}"

@@ -87,7 +87,9 @@ class Peer:
     """One end of a conversation: it sends requests to the other end, and answers its requests."""
 
     foreign: type["Foreign"]
-    """The proxy class for values of the other end."""
+    """What stands here for a value of the other end."""
+    awaitable: type["Foreign"]
+    """What stands here for a coroutine of the other end."""
 
     def __init__(self, requests: Any, answers: Any) -> None:
         """Write to the file `requests`, and read from the file `answers`."""
@@ -197,7 +199,7 @@ class Peer:
         """Return the reference for a value that is not sent."""
         if isinstance(value, type) and value.__module__ == "builtins":
             return {"standard": f"builtins.{value.__qualname__}"}
-        return {"mine": self.keep(value)}
+        return {"coroutine" if type(value).__name__ == "coroutine" else "mine": self.keep(value)}
 
     def decoded(self, sent: Payload) -> Any:
         """Rebuild a value. Raises ValueError, TypeError, KeyError or IndexError for invalid data."""
@@ -206,8 +208,8 @@ class Peer:
         if isinstance(sent, list):
             return [self.decoded(part) for part in sent]
         ((name, payload),) = sent.items()
-        if name == "mine":
-            return self.foreign(self, int(payload))
+        if name in ("mine", "coroutine"):
+            return (self.foreign if name == "mine" else self.awaitable)(self, int(payload))
         if name == "yours":
             return self.kept_values[int(payload)]
         if name == "exception":
@@ -418,12 +420,15 @@ for _name in COMPARISONS.split():
 class ProgramPeer(Peer):
     """The program's end: it executes the program, then calls its functions and reads its values on request."""
 
-    foreign = Foreign
+    foreign = awaitable = Foreign
     caught = (BaseException,)
 
     def serve(self, names: dict[str, Any]) -> None:
         """Answer requests until the test's process closes the connection."""
-        self.names = names
+        import builtins
+
+        self.names, sys.stdin = names, AskedInput(self)
+        builtins.input = sys.stdin.line
         while True:
             answer = self.answer(self.receive()["ask"])
             sys.stdout.flush()
@@ -433,7 +438,8 @@ class ProgramPeer(Peer):
         if verb == "name":
             return self.names[name]
         if verb == "functions":
-            return [key for key, value in self.names.items() if type(value).__name__ == "function"]
+            functions = ((key, value) for key, value in self.names.items() if type(value).__name__ == "function")
+            return [key for key, value in functions if value.__module__ == "program"]
         if verb == "await":
             import asyncio
 
@@ -443,6 +449,8 @@ class ProgramPeer(Peer):
             return asyncio.run(awaited())
         if verb == "base":
             return base_of(on)
+        if verb == "subclass":
+            return issubclass(*arguments)
         return super().do(verb, on, name, arguments, named)
 
     def standard(self, name: str) -> Any:
@@ -459,6 +467,45 @@ class ProgramPeer(Peer):
         return self.names.get(name)
 
 
+class AskedInput:
+    """The input of a program while its test runs: what the test has put in place of `input` or `sys.stdin`."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+
+    def line(self, prompt: Any = "", /) -> str:
+        """Do what `input` does."""
+        if prompt != "":
+            print(prompt, end="", flush=True)
+        line: str = self.peer.ask("input", None, "", None)
+        if not line:
+            raise EOFError("EOF when reading a line")
+        return line.removesuffix("\n")
+
+    def readline(self) -> str:
+        try:
+            line: str = self.peer.ask("input", None, "", None)
+        except EOFError:
+            line = ""
+        return line
+
+    def read(self, size: int = -1) -> str:
+        try:
+            text: str = self.peer.ask("input", None, "", size)
+        except EOFError:
+            text = ""
+        return text
+
+    def readlines(self) -> list[str]:
+        return list(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readline, "")
+
+    def isatty(self) -> bool:
+        return False
+
+
 def base_of(value: Any) -> Any:
     """Return the plain value of an instance of a subclass that compares as its base does; otherwise raise TypeError."""
     bases: tuple[Any, ...] = (int, float, str, bytes, list, tuple, dict, set, frozenset)
@@ -469,10 +516,13 @@ def base_of(value: Any) -> Any:
 
 
 def main(requests: int, answers: int) -> None:
-    """Execute the program that is the first line of `requests`, and serve the test."""
+    """Execute the imports and the program in the first line of `requests`, and serve the test."""
     from types import ModuleType
 
     peer = ProgramPeer(os.fdopen(answers, "w"), os.fdopen(requests, "r"))
     module = sys.modules["program"] = ModuleType("program")
-    exec(compile(json.loads(peer.answers.readline()), "program.py", "exec"), vars(module))
+    prelude, program = json.loads(peer.answers.readline())
+    if prelude:
+        exec(prelude, vars(module))
+    exec(compile(program, "program.py", "exec"), vars(module))
     peer.serve(vars(module))

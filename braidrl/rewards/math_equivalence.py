@@ -3,7 +3,9 @@
 import itertools
 import json
 import logging
+import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -22,6 +24,20 @@ BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,;:! ]|~|\{,\}|\\thinspace|[\u2009\u2
 """Spaces and commas that LaTeX writes between thousands."""
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 """A decimal whose last digits repeat."""
+ENDLESS = re.compile(r"(?<![\d.])(\d*)\.(\d*?)(\d{1,12}?)\3+(?:\.\.\.|\u2026|\\(?:l|c)?dots)")
+"""A decimal whose last digits repeat, with three dots."""
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w.])")
+MIXED = re.compile(r"((?:[{=(,]|\A)\s*)([-+]?)(\d+)\s+(\d+)\s*/\s*(\d+)(?=\s*(?:[}),.$]|\\text|\Z))")
+"""A whole number and a fraction beside it, as in 2 1/3."""
+SIGNS = {
+    "\u00b0": r"^\circ ",
+    r"\langle": "(",
+    r"\rangle": ")",
+    r"\fbox": r"\boxed",
+    r"\varnothing": r"\emptyset",
+    **dict.fromkeys(("\u20ac", "\u00a3", "\u00a5", "\u20b9", r"\pounds", r"\euro", r"\yen"), " "),
+}
+"""Signs that math-verify does not read: degrees, angle brackets, currencies."""
 DEGREES = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?)\s*(?:\{|\\left\(|\()?\s*"
     r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\}|\\right\)|\))?"
@@ -29,6 +45,8 @@ DEGREES = re.compile(
 """A trigonometric function of degrees, which math-verify reads as radians."""
 BASE = re.compile(r"[\s$]*[-+]?[\d.,\s]*\d\s*_\s*\{?\s*(\d+)\s*\}?[\s$.]*")
 """A number in another base, which math-verify reads without its base."""
+MOST_DIGITS = 20_000
+"""Digits of the largest number that is computed: sympy has no limit of time."""
 POINTS = [sympy.Rational(n, 7) for n in (3, 16, 38, -5, -19, 2)]
 AGREE, SMALL = 1e-9, 1e-3
 """Relative difference of equal numbers that are exact, and the size below which it is asked for."""
@@ -50,6 +68,11 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
             raise ValueError("the reference answer is an empty list")
         return any(equivalent(response, accepted, boxed=boxed) for accepted in answer)
     response, text = readable(response), readable(str(answer).strip())
+    boxes = boxed_parts(response)
+    answered = boxes[-1][0] if boxes else response[-TAIL:]
+    gold_text = ([content for content, _, _ in boxed_parts(text)] or [text])[-1]
+    if is_huge(gold_text) or is_huge(answered):
+        return bool(boxes or not boxed) and same_power(gold_text, answered)
     marked = re.search(r"\\boxed|(?<!\\)\$|\\\[|\\\(", text)
     # Without delimiters only plain numbers are found: 2 in 2\sqrt{3}.
     gold = parse(text if marked else f"\\boxed{{{text}}}", parsing_timeout=None)
@@ -57,7 +80,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
         raise ValueError(f"the reference answer {text[:80]!r} cannot be read as mathematics")
     if boxed and "\\boxed" not in response:
         return False
-    boxes, answers = boxed_parts(response), [response]
+    answers = [response]
     if len(boxes) > 1:
         joined = 1
         while joined < len(boxes):
@@ -80,8 +103,71 @@ def readable(text: str) -> str:
         below = 10 ** len(after) * (10 ** len(again) - 1)
         return rf"\frac{{{int(before + after + again) - int(before + after or 0)}}}{{{below}}}"
 
-    text = DEGREES.sub(r"\1(\2\\pi/180)", text.replace(r"\varnothing", r"\emptyset"))
-    return REPEATING.sub(fraction, BETWEEN_DIGITS.sub("", text))
+    for sign, read in SIGNS.items():
+        text = text.replace(sign, read)
+    text = SCIENTIFIC.sub(r"\1 \\times 10^{\2}", MIXED.sub(r"\1\2(\3+\\frac{\4}{\5})", text))
+    text = DEGREES.sub(r"\1(\2\\pi/180)", text)
+    return ENDLESS.sub(fraction, REPEATING.sub(fraction, BETWEEN_DIGITS.sub("", text)))
+
+
+POWER = re.compile(r"(\d+)\s*\^\s*")
+FACTORIAL = re.compile(r"(\d+)\s*\}?\s*!")
+CHOSEN = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)")
+TAIL = 500
+"""Characters at the end of a response without a box in which its answer stands."""
+
+
+def powers_in(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the base and the exponent, as text, of each power of a whole number."""
+    for match in POWER.finditer(text):
+        begin, depth, end = match.end(), 0, match.end()
+        while end < len(text) and (depth or end == begin):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        yield int(match[1][:4000]), text[begin:end].removeprefix("{").removesuffix("}").strip()
+
+
+def size_of(text: str) -> float:
+    """Return the value of an exponent: a whole number, or a tower of powers; 1 for other text."""
+    if text.isdecimal():
+        return float(text) if len(text) < 300 else math.inf
+    powers = list(powers_in(text))
+    if not powers or not re.fullmatch(r"[\d\s^{}]+", text):
+        return 1.0
+    base, exponent = powers[0]
+    digits = size_of(exponent) * math.log10(max(base, 1))
+    return 10**digits if digits < 300 else math.inf
+
+
+def is_huge(text: str) -> bool:
+    """Return whether a text has a number that is too large to be computed."""
+    digits = [size_of(exponent) * math.log10(max(base, 1)) for base, exponent in powers_in(text)]
+    digits += [len(match[1]) * min(float(match[1][:20]), 1e20) for match in FACTORIAL.finditer(text)]
+    digits += [float(match[1][:20]) * 0.3 for match in CHOSEN.finditer(text)]
+    return any(count > MOST_DIGITS for count in digits)
+
+
+LAYOUT = re.compile(r"\\(?:left|right|[,;:! ])|[$.]\s*\Z|\A\s*\$")
+
+
+def same_power(expected: str, answered: str) -> bool:
+    """Return whether two answers that cannot be computed are written alike, or are powers of one value."""
+    bare = [
+        "".join(re.sub(r"\\(?:left|right|[,;:! ])|[$.]\s*\Z|\A\s*\$", "", text).split())
+        for text in (expected, answered)
+    ]
+    unbraced = [re.sub(r"\{(\w)\}", r"\1", text) for text in bare]
+    if unbraced[0] == unbraced[1]:
+        return True
+    powers = [list(powers_in(text)) for text in bare]
+    whole = all(re.fullmatch(r"\d+\^[\d^{}]+", text) for text in bare)
+    # The exponents are computed where they are small enough; then logarithms tell.
+    exponents = [pairs[0][1] for pairs in powers if pairs]
+    if not whole or any(is_huge(text) for text in exponents):
+        return False
+    logs = [sympy.sympify(text.replace("^", "**").replace("{", "(").replace("}", ")")) for text in exponents]
+    first, second = (log * sympy.log(pairs[0][0]) for log, pairs in zip(logs, powers, strict=True))
+    return bool(abs(sympy.N(first / second - 1, 60)) < sympy.Float("1e-50"))
 
 
 def base_of(parsed: Any) -> str | None:

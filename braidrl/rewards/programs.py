@@ -11,6 +11,8 @@ read the verifier's memory or access its descriptors.
 import ast
 import builtins
 import contextlib
+import copy
+import itertools
 import json
 import math
 import operator
@@ -88,7 +90,7 @@ def code(
         try:
             if isinstance(case, Printed):
                 with started(["-c", program], case.given, math.ceil(seconds)) as running:
-                    right = lines_of(running.output()) == lines_of(case.expected)
+                    right = same_output(running.output(), case.expected)
             else:
                 right = holds(program, case, math.ceil(seconds))
         except (ProgramEnded, CannotCross) as error:
@@ -128,6 +130,39 @@ def lines_of(text: str | None) -> list[str]:
     return [] if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
 
 
+def same_output(printed: str | None, expected: str) -> bool:
+    """Return whether an output is the expected one, up to white space at line ends and the rounding of decimals."""
+    lines, right = lines_of(printed), lines_of(expected)
+    if lines == right:
+        return printed is not None
+    words = [[line.split() for line in part] for part in (lines, right)]
+    return (
+        printed is not None
+        and [len(line) for line in words[0]] == [len(line) for line in words[1]]
+        and all(map(same_word, itertools.chain(*words[0]), itertools.chain(*words[1])))
+    )
+
+
+DECIMAL = re.compile(r"[-+]?\d*\.\d+(?:[eE][-+]?\d+)?")
+NEAR = 1e-6
+"""Difference of decimals that counts as rounding, relative to numbers above 1."""
+
+
+def same_word(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    return (
+        bool(DECIMAL.fullmatch(expected)) and bool(NUMBER.fullmatch(printed)) and near(float(printed), float(expected))
+    )
+
+
+NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
+
+
+def near(one: float, other: float) -> bool:
+    return abs(one - other) <= NEAR * max(1.0, abs(other))
+
+
 def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
     """Run a test in this process; its calls of the program's functions run in the program's process."""
     requests, ours = os.pipe()
@@ -140,7 +175,7 @@ def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
             peer = TestPeer(running, to_program, from_program)
             try:
                 try:
-                    print(json.dumps(program), file=to_program, flush=True)
+                    print(json.dumps([prelude_of(program, case), program]), file=to_program, flush=True)
                 except BrokenPipeError:
                     peer.over()
                 held = returns(peer, case) if isinstance(case, Called) else runs(case, peer)
@@ -153,6 +188,22 @@ def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
             return held and peer.stopped is None
 
 
+TYPED = re.compile(r"\b(?:List|Dict|Set|Tuple|Optional|Union|Any|Callable|Iterable|Iterator)\b")
+SOLUTIONS = (
+    "import math, re, string, collections, heapq, bisect, functools, itertools, operator, random, sys\n"
+    "from collections import *\nfrom heapq import *\nfrom bisect import *\nfrom functools import *\n"
+    "from itertools import *\nfrom math import *\nfrom typing import *"
+)
+"""What the sites whose tasks ask for a class `Solution` import before a program."""
+
+
+def prelude_of(program: str, case: Asserted | Called) -> str:
+    """Return the imports that a program may take for granted: the names of types, and a site's own."""
+    if isinstance(case, Called) and "class Solution" in program:
+        return SOLUTIONS
+    return "from typing import *" if TYPED.search(program) and "typing" not in program else ""
+
+
 def returns(peer: "TestPeer", case: Called) -> bool:
     """Return True if a function, or the method of a class `Solution`, returns the expected result.
 
@@ -163,13 +214,25 @@ def returns(peer: "TestPeer", case: Called) -> bool:
             function = peer.ask("name", None, case.function)
         except KeyError:
             function = getattr(peer.ask("name", None, "Solution")(), case.function)
-        result = as_lists(function(*case.arguments))
+        # The data's own arguments stay as they are, whatever the program does with them.
+        result = as_lists(function(*copy.deepcopy(case.arguments)))
     except Exception:
         return False
     expected = as_lists(case.expected)
-    return bool(result == expected) or (
-        isinstance(expected, list) and len(expected) == 1 and bool(result == expected[0])
+    return same_value(result, expected) or (
+        isinstance(expected, list) and len(expected) == 1 and same_value(result, expected[0])
     )
+
+
+def same_value(result: Any, expected: Any) -> bool:
+    """Return whether two values are equal, up to the rounding of decimals."""
+    if type(expected) is float and type(result) in (int, float):
+        return result == expected or near(result, expected)
+    if type(expected) is list and type(result) is list:
+        return len(result) == len(expected) and all(map(same_value, result, expected))
+    if type(expected) is dict and type(result) is dict:
+        return result.keys() == expected.keys() and all(same_value(result[key], expected[key]) for key in expected)
+    return bool(result == expected)
 
 
 def as_lists(value: Any) -> Any:
@@ -187,6 +250,7 @@ class TestPeer(Peer):
         """Talk to a `running` program over two pipes, one line at a time."""
         super().__init__(requests, answers)
         self.foreign, self.running, self.unread = Kept, running, b""
+        self.awaitable = KeptAwaitable
         self.stopped: Stopped | None = None
         self.names: Mapping[str, Any] = {}
         self.printed, self.terminal = 0, sys.stdout
@@ -237,6 +301,8 @@ class TestPeer(Peer):
         """Execute a program's request on a value of the test: call it, iterate over it, or use the public names of the
         test's classes.
         """
+        if verb == "input":
+            return patched_input(*arguments)
         steps = verb == "next" or (verb == "method" and name == "__iter__")
         if verb == "operator":
             allowed = name in COMPUTED and any(is_of_test(value) for value in arguments)
@@ -280,6 +346,21 @@ class TestPeer(Peer):
             sys.stdout.write(text.decode(errors="replace"))
 
 
+OWN_INPUT, OWN_STDIN = builtins.input, sys.stdin
+
+
+def patched_input(size: int | None) -> str:
+    """Return what a program reads, where its test has replaced `input` or `sys.stdin`. Raises EOFError at the end.
+
+    `size` is None for a line.
+    """
+    if size is None and builtins.input is not OWN_INPUT:
+        return f"{builtins.input()}\n"
+    if sys.stdin is OWN_STDIN:
+        raise EOFError("EOF when reading a line")
+    return str(sys.stdin.readline() if size is None else sys.stdin.read(size))
+
+
 def is_of_test(value: Any) -> bool:
     """Return whether a value is an object of a class that the test defines."""
     return type(value).__module__ == MODULE
@@ -290,6 +371,12 @@ class Kept(Foreign):
 
     The program cannot influence how a test compares it.
     """
+
+    async def __anext__(self) -> Any:
+        return await self._peer.ask("method", self, "__anext__")
+
+    def __aiter__(self) -> Any:
+        return self._peer.ask("method", self, "__aiter__")
 
     def _plain(self) -> Any:
         """Return the plain value of a number, text or container of a subclass that compares as its base."""
@@ -313,6 +400,13 @@ class Kept(Foreign):
         self._stays()
 
 
+class KeptAwaitable(Kept):
+    """A coroutine of the program, which is equal to itself alone, as event loops need it."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 def comparing(name: str) -> Any:
     def compared(self: Kept, other: Any) -> Any:
         if other is None and name in ("__eq__", "__ne__"):
@@ -327,6 +421,7 @@ def comparing(name: str) -> Any:
 setattr(Kept, "__doc__", DOCUMENTED)  # noqa: B010 (types know it as a text)
 for _name in COMPARISONS.split():
     setattr(Kept, f"__{_name}__", comparing(f"__{_name}__"))
+KeptAwaitable.__eq__ = object.__eq__  # type: ignore[method-assign]
 
 
 @dataclass

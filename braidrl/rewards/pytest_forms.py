@@ -3,16 +3,21 @@
 Braid does not need pytest, and does not start it for each call.
 """
 
+import importlib
 import inspect
+import io
 import itertools
 import math
 import re
+import sys
 import unittest
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Raised:
@@ -104,11 +109,11 @@ def marked(mark: tuple[str, Any, Any], test: Any) -> Any:
     return test
 
 
-def fixture(*arguments: Any, **_: Any) -> Any:
+def fixture(*arguments: Any, params: Sequence[Any] = (), autouse: bool = False, **_: Any) -> Any:
     """Mark a function as the source of an argument."""
     if not arguments:
-        return fixture
-    arguments[0].braid_fixture = True
+        return partial(fixture, params=params, autouse=autouse)
+    arguments[0].braid_fixture = SimpleNamespace(params=list(params), autouse=autouse)
     return arguments[0]
 
 
@@ -134,26 +139,58 @@ class Pytest(SimpleNamespace):
 
 def calls_of(test: Any, defined: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
     """Yield the calls of a test function, or of the tests of a class, one for each of its parameters."""
-    if any(name in ("skip", "xfail") for name, _, _ in getattr(test, "braid_marks", ())):
+    marks = getattr(test, "braid_marks", ())
+    if any(name in ("skip", "xfail") for name, _, _ in marks):
         return
     if inspect.isclass(test):
-        for name in [name for name in vars(test) if name.startswith("test")]:
-            method = vars(test)[name]
-            for values in parameters([*getattr(test, "braid_marks", ()), *getattr(method, "braid_marks", ())]):
+        known = {**defined, **fixtures_in({name: getattr(test, name, None) for name in dir(test)})}
+        for name in [name for name in dir(test) if name.startswith("test")]:
+            function = getattr(test, name)
+            for values in parameters([*marks, *getattr(function, "braid_marks", ())], sets_of(function, known)):
                 yield partial(called_in_class, test, name, values, defined)
     else:
-        for values in parameters(getattr(test, "braid_marks", ())):
+        for values in parameters(marks, sets_of(test, defined)):
             yield partial(called, test, values, defined)
+
+
+def fixtures_in(members: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: member for name, member in members.items() if hasattr(member, "braid_fixture")}
+
+
+def sets_of(test: Any, defined: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return the parameters of each fixture with `params` that a test uses, also by way of another fixture."""
+    sets, names, seen = [], [*wanted(test)], set[str]()
+    while names:
+        source: Any = defined.get(name := names.pop())
+        if name in seen or not hasattr(source, "braid_fixture"):
+            continue
+        seen.add(name)
+        names += wanted(source)
+        if given := source.braid_fixture.params:
+            sets.append([{f"{name} of request": value} for value in given])
+    return sets
+
+
+def wanted(test: Any) -> list[str]:
+    """Return the names of the fixtures that a function asks for: parameters without defaults, and not those that
+    `unittest.mock.patch` fills.
+    """
+    patched = sum(str(one.new) == "sentinel.DEFAULT" for one in getattr(test, "patchings", ()))
+    parameters = inspect.signature(test).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    is_method = names[:1] == ["self"]
+    return [*names[:is_method], *names[is_method + patched :]]
 
 
 def called_in_class(kind: type, name: str, values: dict[str, Any], defined: Mapping[str, Any]) -> Any:
     """Call one test of a class, in a new instance."""
     instance: Any = kind()
     for prepare in ("setup_class", "setup_method", "setup"):
-        if hasattr(instance, prepare):
+        if hasattr(instance, prepare) and not hasattr(getattr(instance, prepare), "braid_fixture"):
             function = getattr(instance, prepare)
             function(*[getattr(instance, name)] * len(inspect.signature(function).parameters))
-    fixtures = {key: getattr(instance, key) for key, member in vars(kind).items() if hasattr(member, "braid_fixture")}
+    fixtures = fixtures_in({key: getattr(instance, key, None) for key in dir(kind)})
     result = called(getattr(instance, name), values, {**defined, **fixtures})
     if hasattr(instance, "teardown_method"):
         function = instance.teardown_method
@@ -162,24 +199,113 @@ def called_in_class(kind: type, name: str, values: dict[str, Any], defined: Mapp
 
 
 def called(test: Callable[..., Any], values: dict[str, Any], defined: Mapping[str, Any]) -> Any:
-    """Call a function with its parameters and fixtures."""
-    names = inspect.signature(test).parameters
-    arguments = {name: values[name] if name in values else made(name, defined) for name in names}
-    return test(**arguments)
+    """Call a function with its parameters and fixtures, and run what a coroutine function returns."""
+    marks = getattr(test, "braid_marks", ())
+    used = [name for mark, names, _ in marks if mark == "usefixtures" for name in names]
+    with ExitStack() as after:
+        fixtures = Fixtures(values, defined, after)
+        for name in [*(name for name, source in fixtures_in(defined).items() if source.braid_fixture.autouse), *used]:
+            fixtures.value(name)
+        result = test(**{name: fixtures.value(name) for name in wanted(test)})
+        if inspect.iscoroutine(result):
+            import asyncio  # here: few tests need it, and each call of a verifier would pay for it
+
+            asyncio.run(result)
 
 
-def made(name: str, defined: Mapping[str, Any]) -> Any:
-    """Return the value of a fixture. Raises ImportError if the test defines none of that name."""
-    source: Any = defined.get(name)
-    if not hasattr(source, "braid_fixture"):
-        raise ImportError(f"the test asks for a fixture {name!r}, and defines none")
-    value = called(source, {}, defined)
-    return next(value) if inspect.isgenerator(value) else value
+class Fixtures:
+    """The fixtures of one test, each made once and closed after it."""
+
+    def __init__(self, values: Mapping[str, Any], defined: Mapping[str, Any], after: ExitStack) -> None:
+        """Take the test's parameters, the names of its module and what runs after it."""
+        self.values, self.defined, self.after, self.made = values, defined, after, dict[str, Any]()
+
+    def value(self, name: str) -> Any:
+        """Return a parameter or the value of a fixture. Raises ImportError if the test defines none of that name."""
+        if name in self.values:
+            return self.values[name]
+        if name not in self.made:
+            self.made[name] = self.make(name)
+        return self.made[name]
+
+    def make(self, name: str) -> Any:
+        source: Any = self.defined.get(name)
+        if not hasattr(source, "braid_fixture"):
+            if name in BUILT_IN:
+                return self.after.enter_context(BUILT_IN[name]())
+            raise ImportError(f"the test asks for a fixture {name!r}, and defines none")
+        request = SimpleNamespace(param=self.values.get(f"{name} of request"), addfinalizer=self.after.callback)
+        arguments = {key: request if key == "request" else self.value(key) for key in wanted(source)}
+        value = source(**arguments)
+        if inspect.isgenerator(value):
+            self.after.callback(next, value, None)
+            return next(value)
+        return value
 
 
-def parameters(marks: Any) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each call that `mark.parametrize` requests."""
-    sets = []
+class CaptureResult(NamedTuple):
+    """What `capsys.readouterr` returns."""
+
+    out: str
+    err: str
+
+
+class Captured:
+    """pytest's `capsys`: what the test and the program print."""
+
+    def __enter__(self) -> "Captured":
+        self.kept = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout, sys.stderr = self.kept
+
+    def readouterr(self) -> Any:
+        streams: list[Any] = [sys.stdout, sys.stderr]
+        out, err = (stream.getvalue() for stream in streams)
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        return CaptureResult(out, err)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@contextmanager
+def patches() -> Iterator[Any]:
+    """pytest's `monkeypatch`, of attributes and items of the test's own process."""
+    from unittest import mock  # here: it imports asyncio
+
+    with ExitStack() as undone:
+
+        def set_attribute(target: Any, name: Any, value: Any = UNSET, raising: bool = True) -> None:
+            if value is UNSET:
+                (target, name), value = target.rsplit(".", 1), name
+            target = importlib.import_module(target) if isinstance(target, str) else target
+            undone.enter_context(mock.patch.object(target, name, value, create=not raising))
+
+        def set_item(target: Any, name: Any, value: Any) -> None:
+            undone.enter_context(mock.patch.dict(target, {name: value}))
+
+        yield SimpleNamespace(setattr=set_attribute, setitem=set_item, undo=undone.close)
+
+
+UNSET = object()
+BUILT_IN: Mapping[str, Callable[[], Any]] = {
+    "capsys": Captured,
+    "capfd": Captured,
+    "tmp_path": folder,
+    "tmpdir": folder,
+    "monkeypatch": patches,
+}
+"""pytest's own fixtures."""
+
+
+def parameters(marks: Any, sets: list[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of each call that `mark.parametrize` and fixtures request."""
     for _, arguments, named in (mark for mark in marks if mark[0] == "parametrize"):
         names, values = [*arguments, *(named[key] for key in ("argnames", "argvalues") if key in named)][:2]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)

@@ -32,9 +32,14 @@ Reference answer: {answer}
 Response: {response}
 
 Give your reasons in a few sentences. Then write "Score: " and a number from 0 to 10 on a line of its own."""
-MARKUP = r"[\s*_`$(\[]*"
-NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?(?:\s*/\s*[0-9]+)?"
-SCORE = rf"Score{MARKUP}:{MARKUP}(?:\\boxed\{{)?({NUMBER})(?![0-9,]*[0-9])"
+MARKUP = r"[\s*_`$(\[\"']*"
+NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?"
+OF = r"(?:[\s*_`)\]]*(?:/|out\s+of)[\s*_`(\[]*[0-9]+(?:\.[0-9]+)?|\s*\\?%)"
+"""The end of the scale behind a score, as in 8/10, 4 out of 5 and 80%."""
+SCORE = rf"(?i:score){MARKUP}[:=]{MARKUP}(?:\\boxed\{{)?({NUMBER}{OF}?)(?![0-9,.]*[0-9]|\s*(?:[-\u2013]|to)\s*[0-9])"
+SCORED = rf"(?i:score){MARKUP}[:=]{MARKUP}(?:\\boxed\{{)?-?[0-9]"
+THOUGHT = re.compile(r".*</think>|<think>.*", re.DOTALL)
+"""A judge's reasoning; without an end it is all that the judge wrote."""
 ANSWER_BYTES = 16 << 20
 """Bytes of a service's answer that are read."""
 GATHER_S = 0.02
@@ -90,9 +95,13 @@ async def judge(
         gates = _gates.setdefault(asyncio.get_running_loop(), {})
         async with gates.setdefault(url, asyncio.Semaphore(concurrency)):
             reply, tries = await asked(f"{url.rstrip('/')}/chat/completions", body, key, retries, wait_s)
-    verdict = reply["choices"][0]["message"]["content"]
+    message = reply["choices"][0]["message"]
+    verdict = THOUGHT.sub("", text_of(message.get("content") or ""))
+    if not verdict:
+        raise ValueError(f"the judge wrote no answer: {str(message.get('refusal') or message)[:80]!r}")
     matches = re.findall(pattern, verdict)
-    if not matches:
+    # A score that the default pattern refuses, such as 7-8, is not replaced by an earlier one.
+    if not matches or (pattern == SCORE and len(re.findall(SCORED, verdict)) > len(matches)):
         raise ValueError(f"the judge wrote no score: {verdict[-80:]!r}")
     score = number_of(matches[-1], scale, lowest=0.0 if pattern == SCORE else -scale) / scale
     if kept is not None and tries:
@@ -114,9 +123,10 @@ async def judge(
 
 def number_of(text: str, scale: float, lowest: float) -> float:
     """Return a judge's score. Raises ValueError for a score outside its scale."""
-    number, slash, of = text.partition("/")
-    score = float(number)
-    if not lowest <= score <= scale or (slash and float(of) != scale):
+    number = re.match(rf"\s*({NUMBER})", text)
+    end = re.search(r"([0-9.]+)\Z|%", text[number.end() :]) if number else None
+    score = float(number[1] if number else text)
+    if not lowest <= score <= scale or (end and float(end[1] or 100) != scale):
         raise ValueError(f"the judge's score is {text!r}, and the scale ends at {scale:g}; set `scale`")
     return score
 

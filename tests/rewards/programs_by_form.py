@@ -282,4 +282,70 @@ FORMS: dict[str, Entry] = {
         ["assert isclose(half(3), 1.5)", "assert math.isclose(half(3), 1.5) and np.allclose(half(3), 1.5)"],
         {},
     ),
+    "printed decimals": (
+        *changed("print(f'{2 / 3:.12f}', 0.1 + 0.2)", "2 / 3", "0.67"),
+        {"inputs": [""], "outputs": ["0.6666666667 0.3"]},
+        {},
+    ),
+    "decimals of a function": (
+        *changed("def third(a):\n    return [a * 0.1]", "0.1", "0.1001"),
+        {"fn_name": "third", "inputs": [[3]], "outputs": [[0.3]]},
+        {},
+    ),
+    "a method of a site's class, without the site's imports": (
+        *changed(
+            "class Solution:\n    def top(self, a: List[int]) -> int:\n        return Counter(a)[1]", "[1]", "[2]"
+        ),
+        [{"input": "[1, 1, 2]", "output": "2", "testtype": "functional"}],
+        {"fn_name": "Solution().top"},
+    ),
+    "types without an import": (
+        *changed("def size(a: Optional[List[int]]) -> int:\n    return len(a)", "len(a)", "0"),
+        ["assert size([1, 2]) == 2"],
+        {},
+    ),
+    "pytest's own fixtures": (
+        *changed("def greet(name):\n    print('hi', name)\ndef save(p):\n    open(p, 'w').write('x')", "'hi'", "'ho'"),
+        "def test_greet(capsys):\n    greet('a')\n    assert capsys.readouterr().out == 'hi a\\n'\n"
+        "def test_save(tmp_path):\n    save(str(tmp_path / 'f'))\n    assert (tmp_path / 'f').read_text() == 'x'",
+        {},
+    ),
+    "fixtures with parameters, of their own accord, closed": (
+        *changed("def twice(a):\n    return 2 * a", "2 * a", "2"),
+        "import pytest\nended = []\n@pytest.fixture(params=[1, 2])\ndef number(request):\n    yield request.param\n"
+        "    ended.append(1)\nclass Base:\n    @pytest.fixture(autouse=True)\n    def ready(self):\n"
+        "        self.factor = 2\n"
+        "    def test_it(self, number):\n        assert twice(number) == self.factor * number\n"
+        "class TestMore(Base):\n    pass\ndef test_ended():\n    assert len(ended) == 2",
+        {},
+    ),
+    "an input that the test replaces": (
+        *changed("def ask():\n    return int(input('n? ')) + 1", "+ 1", "+ 2"),
+        "def test_ask(monkeypatch):\n    monkeypatch.setattr('builtins.input', lambda *_: '4')\n    assert ask() == 5",
+        {},
+    ),
+    "an input and an output that unittest replaces": (
+        *changed("import sys\ndef twice():\n    for line in sys.stdin:\n        print(2 * int(line))", "2 *", "3 *"),
+        "import io, unittest\nfrom unittest.mock import patch\nclass T(unittest.TestCase):\n"
+        "    @patch('sys.stdin', io.StringIO('1\\n2\\n'))\n    @patch('sys.stdout', new_callable=io.StringIO)\n"
+        "    def test_it(self, out):\n        twice()\n        self.assertEqual(out.getvalue(), '2\\n4\\n')",
+        {},
+    ),
+    "subclasses of the program": (
+        *changed("class A:\n    pass\nclass B(A):\n    pass", "class B(A)", "class B"),
+        "assert issubclass(B, A) and isinstance(B(), A)",
+        {},
+    ),
+    "coroutines together": (
+        *changed("async def square(a):\n    return a * a", "a * a", "a"),
+        "import asyncio\nasync def main():\n    return await asyncio.gather(*map(square, range(3)))\n"
+        "assert asyncio.run(main()) == [0, 1, 4]",
+        {},
+    ),
+    "an asynchronous generator": (
+        *changed("async def count(n):\n    for i in range(n):\n        yield i", "yield i", "yield 0"),
+        "import asyncio\nasync def main():\n    return [i async for i in count(3)]\n"
+        "assert asyncio.run(main()) == [0, 1, 2]",
+        {},
+    ),
 }

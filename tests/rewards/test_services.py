@@ -178,6 +178,15 @@ SAID = {
     "Score: 1e2": None,
     "Score: 10,000": None,
     "Score: eight": None,
+    '{"reason": "good", "score": 8}': 0.8,
+    "Final score = [[7]]": 0.7,
+    "Score: 4 out of 5": None,
+    "Score: **4**/5": None,
+    "Score: 80%": None,
+    "Score: 7-8": None,
+    "First Score: 3.\nOr rather Score: 7 to 8": None,
+    "<think>Score: 3</think>\nScore: 9": 0.9,
+    "<think>perhaps Score: 3": None,
 }
 
 

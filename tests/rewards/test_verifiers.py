@@ -133,6 +133,20 @@ EQUIVALENT = [
     (r"\cos 15^\circ", r"\boxed{\frac{\sqrt{6}+\sqrt{2}}{4}}"),
     (r"\tan^2(60^{\circ})", r"\boxed{3}"),
     ("10^{10^{10}}", r"\boxed{10^{10^{10}}}"),
+    ("4^{2^{99}}", r"\boxed{2^{2^{100}}}"),
+    ("1000000!", r"so it is $\boxed{1000000!}$."),
+    ("7/3", r"\boxed{2 1/3}"),
+    ("-2.5", r"\boxed{-2 1/2}"),
+    ("1500", r"\boxed{1.5e3}"),
+    (r"3\times 10^{-5}", r"\boxed{3E-5}"),
+    (r"\frac13", r"\boxed{0.333...}"),
+    (r"-\frac16", r"\boxed{-0.1666\ldots}"),
+    (r"\frac{1}{7}", r"\boxed{0.142857142857\dots}"),
+    ("5", "\\boxed{\u20ac5}"),
+    ("5", r"\boxed{5\pounds}"),
+    ("90", "\\boxed{90\u00b0}"),
+    ("9", r"\fbox{9}"),
+    ("(1,2)", r"\boxed{\langle 1, 2\rangle}"),
 ]
 DIFFERENT = [
     ("1/2", r"\boxed{\frac{1}{3}}"),
@@ -160,6 +174,15 @@ DIFFERENT = [
     ("(-2,3)", r"\boxed{-2<x\le3}"),
     ("-2<y<3", r"\boxed{-2<x<3}"),
     (r"\cos 15^\circ", r"\boxed{\cos 15}"),
+    ("7", r"\boxed{10^{10^{10}}}"),
+    ("9^{9^8}", r"\boxed{9^{9^9}}"),
+    ("2^{2^{101}}", r"\boxed{2^{2^{100}}}"),
+    ("1000001!", r"\boxed{1000000!}"),
+    (r"\binom{1000000}{2}", r"\boxed{\binom{1000000}{500000}}"),
+    ("2/3", r"\boxed{2 1/3}"),
+    ("150", r"\boxed{1.5e3}"),
+    (r"\frac13", r"\boxed{0.666...}"),
+    (r"\frac13", r"\boxed{0.333}"),
 ]
 
 
