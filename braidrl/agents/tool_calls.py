@@ -260,8 +260,53 @@ def deepseek(text: str, tools: Tools) -> list[str]:
     return calls or [text]
 
 
+# A call of gpt-oss names its function before or behind the channel, and ends with the turn.
+HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)?\s*to=functions\.([\w.-]+)[^{]{0,100}?<\|message\|>"
+)
+CLOSED_HARMONY = re.compile(r"<\|call\|>|<\|end\|>|<\|return\|>|(?=<\|start\|>)")
+
+
+def harmony(text: str, tools: Tools) -> list[str]:
+    """Return the calls of gpt-oss: `<|channel|>commentary to=functions.NAME <|message|>{...}<|call|>`."""
+    calls = list[str]()
+    for match in HARMONY.finditer(text):
+        body = between_tags(text[match.end() - len("<|message|>") :], "<|message|>", CLOSED_HARMONY)
+        calls.append(call_text(match[1], body[0]) if body[0].strip() else body[0])
+    return calls or [text]
+
+
+CLOSED_SECTION = re.compile(r"<\|tool_call_end\|>|<\|tool_calls_section_end\|>")
+
+
+def kimi(text: str, tools: Tools) -> list[str]:
+    """Return the calls of Kimi K2: `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}`."""
+    calls = list[str]()
+    for body in between_tags(text, "<|tool_call_begin|>", CLOSED_SECTION):
+        name, _, arguments = body.partition("<|tool_call_argument_begin|>")
+        name = name.strip().removeprefix("functions.").rpartition(":")[0] or name
+        calls.append(call_text(name, arguments) if arguments else body)
+    return calls or [text]
+
+
+def listed(text: str, tools: Tools) -> list[str]:
+    """Return the calls of Granite and Phi-4-mini: `<|tool_call|>[{"name": ..., "arguments": {...}}]`."""
+    begin = LISTED.match(text)
+    try:
+        calls, _ = json_at(text, begin.end() if begin else 0)
+        return [as_text(call) for call in (calls if isinstance(calls, list) else [calls])]
+    except ValueError:
+        return [text]
+
+
+LISTED = re.compile(r"<\|tool_call\|>\s*")
 TAG = re.compile("<tool_call>")
 FORMATS = {
+    "harmony": ToolFormat(HARMONY, harmony, ("<|channel|>", "functions.")),
+    "kimi": ToolFormat(
+        re.compile(r"<\|tool_calls_section_begin\|>|<\|tool_call_begin\|>"), kimi, ("<|tool_call_begin|>",)
+    ),
+    "listed": ToolFormat(LISTED, listed, ("<|tool_call|>",)),
     "deepseek": ToolFormat(re.compile("<｜tool▁calls▁begin｜>|<｜tool▁call▁begin｜>"), deepseek, ("<｜tool▁call",)),
     "mistral": ToolFormat(re.compile(r"\[TOOL_CALLS\]"), mistral, ("[TOOL_CALLS]",)),
     "glm": ToolFormat(TAG, glm, ("<arg_key>",)),

@@ -200,7 +200,9 @@ class EnvironmentConfig(SandboxConfig):
     """A folder to which each process writes the spans of its episodes by OpenTelemetry, as JSON lines; or `otlp`: to
     the service that OTEL_EXPORTER_OTLP_ENDPOINT names.
     """
-    tool_format: Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm"] | None = None
+    tool_format: (
+        Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm", "harmony", "kimi", "listed"] | None
+    ) = None
     """Format of the model's tool calls; by default found from its tokenizer's chat template."""
     python: Path | None = None
     """Python interpreter of its processes, if its library is installed in another virtual environment; by default

@@ -3,7 +3,8 @@
 content         text, null or absent beside calls, a list of {type: text, text}     ──▶ text
 arguments       an object, or its JSON as text (OpenAI)                             ──▶ an object
 nulls           null means the same as absent                                       ──▶ absent
-function_call   OpenAI's former field for one call                                  ──▶ tool_calls
+tool_calls      a list, one call, or their JSON as text                             ──▶ a list of objects
+function_call   OpenAI's former field for one call, and its role `function`         ──▶ tool_calls, `tool`
 
 Chat templates are untrusted programs: they are rendered with limits of time and size, after a trial in a separate
 process.
@@ -102,7 +103,9 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
     fields = {name: value for name, value in message.items() if value is not None}
     # Templates test only whether the name exists.
     calls, former = fields.pop("tool_calls", None), fields.pop("function_call", None)
-    calls = calls or ([former] if former else None)
+    calls = listed_calls(calls) or ([former] if former else None)
+    if fields.get("role") == "function":
+        fields["role"] = "tool"
     content = fields.get("content", "")
     if isinstance(content, list) and content:
         texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
@@ -127,8 +130,19 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
                 raise UserError(fault) from None
         named = {key: value for key, value in function.items() if key != "parameters"}
         function = {**named, "arguments": {} if arguments is None else arguments}
-        normal["tool_calls"].append({**call, "function": function} if is_nested else function)
+        about = call if is_nested else {"type": "function"}
+        normal["tool_calls"].append({**about, "function": function})
     return normal
+
+
+def listed_calls(calls: Any) -> list[Any]:
+    """Return the calls of a message as a list; they may be one call, or JSON text of either."""
+    if isinstance(calls, str):
+        try:
+            calls = parse_json(calls) if calls.strip() else []
+        except ValueError as error:
+            raise UserError(f"the calls of tools are no JSON: {error}; write a list of objects") from None
+    return list(calls) if isinstance(calls, list | tuple) else [calls] if calls else []
 
 
 def text_of(content: Any) -> str:

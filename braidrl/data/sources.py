@@ -259,6 +259,14 @@ class Reading:
             return self._with_images(example, images, line)
         return example
 
+    def _conversation(self, record: Record) -> list[Any]:
+        """Return the messages before a pair of answers, where the data have them beside the pair; else nothing."""
+        pair = (record.get(field) for field in (self.source.chosen_field, self.source.rejected_field))
+        answers = [answer[0] if isinstance(answer, list) and answer else answer for answer in pair]
+        is_beside = all(isinstance(answer, str) or is_answer(answer) for answer in answers)
+        given = (record.get(name) for name in CONVERSATIONS if is_beside)
+        return next((messages for messages in given if isinstance(messages, list) and messages), [])
+
     def _for_templates(self, name: str, value: Any, line: int) -> Any:
         """Prepare a field's value for templates: drop Arrow's nulls, and parse messages given as JSON."""
         if isinstance(value, str) and (messages := messages_in(value)):
@@ -308,6 +316,8 @@ class Reading:
         response = rejected = None
         if self.pairs:
             fields = (source.chosen_field, source.rejected_field)
+            if find(record, source.prompt_field) is ABSENT and (before := self._conversation(record)):
+                record = {**record, source.prompt_field: before}
             prompt, response, rejected = pair_of(source, record, where)
         elif self.responses:
             # The configured field, otherwise a common one of supervised data sets.
@@ -319,6 +329,8 @@ class Reading:
             prompt, response, left = given_response(source, record, field, where)
             if left:
                 self.notes.setdefault("messages behind the last turn to train on are left out", line)
+            if isinstance(prompt, list) and is_answer(prompt[0]) and source.train_on == "all":
+                self.notes.setdefault("an answer at the start of a conversation belongs to the prompt", line)
         else:
             prompt = prompt_of(source, record, where)
         with_its_system = with_system(source, record, prompt)
@@ -541,7 +553,9 @@ def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMess
 
 
 def check_response(where: str, field: str, response: Any) -> Response:
-    """Return the response. Raises UserError unless it is text or messages."""
+    """Return the response. Raises UserError unless it is text, or messages."""
+    if isinstance(response, dict) and is_answer(response):
+        response = [response]
     if isinstance(response, list) and response and all(isinstance(message, dict) for message in response):
         return check_messages(where, field, response)
     if not isinstance(response, str):

@@ -308,6 +308,22 @@ def unread_by(template: PromptTemplate, example: Example, tried: set[tuple[str, 
                         yield f"the chat template does not read {name!r} of {message['role']} messages"
 
 
+def unwritten(messages: Any, text: str) -> Iterator[str]:
+    """Yield a note for each message whose content a rendered text lacks, such as one of a role that the template does
+    not know.
+    """
+    bare = "".join(text.split())
+    for message in messages if isinstance(messages, list) else ():
+        content, is_answer = message.get("content"), message["role"] == "assistant"
+        if not isinstance(content, str) or not content.strip():
+            continue
+        # Templates remove the reasoning of earlier answers, and write what tools say as JSON.
+        said = content.rpartition("</think>")[2] if is_answer else content
+        forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
+        if not any("".join(form.split()) in bare for form in forms):
+            yield f"the chat template does not write the content of a message of the role {message['role']!r}"
+
+
 def special_in(example: Example, special: re.Pattern[str]) -> Iterator[str]:
     """Yield a note for each message whose text contains a special token's text: the tokenizer turns it into
     that token.
@@ -341,6 +357,7 @@ def rows_of(
                 notes = [
                     *unread_by(row_template, example, tried),
                     *(special_in(example, special) if special else ()),
+                    *(unwritten(example.prompt, texts[-1]) if template.is_chat else ()),
                 ]
                 for note in notes:
                     facts.notes.setdefault(note, example.line)
@@ -365,6 +382,10 @@ def rows_of(
                 if begin != text:
                     (ids,) = template.encode_texts([begin], begins=not template.is_chat)
                     ids, images = template.expand(ids, names_in(example.prompt))
+            for answer, response in zip(answers, responses, strict=True) if template.is_chat else ():
+                between = [m for m in answer if m["role"] != "assistant"] if isinstance(answer, list) else []
+                for note in unwritten(between, template.tokenizer.decode(response.ids) if between else ""):
+                    facts.notes.setdefault(note, example.line)
             row = {"example": json.dumps(VALUES(example), separators=(",", ":")), "prompt": ids}
             if template.vision:
                 of_row = [images, *(response.images for response in responses)]

@@ -304,8 +304,8 @@ class PromptTemplate:
         for number, start, stop in zip(numbers, starts, [*starts[1:], len(full)], strict=True):
             segment, content = full[start:stop], conversation[number]["content"]
             end = segment.find(closing)
-            # Without a special token that closes turns, the turn ends with its content.
-            end = segment.find(content) + len(content) if end < 0 else end
+            if end < 0:
+                end = self._other_end(segment, content, template.apply(conversation[: number + 1], tools)[start:])
             trained = chat.is_trained(conversation[number])
             if trained and (unread := unread_part(conversation[number], segment[:end])):
                 raise UserError(
@@ -316,12 +316,36 @@ class PromptTemplate:
                 )
             if content.strip() in segment[:end] or not trained:
                 turns.append(Turn(segment[:end], segment[end:], trained))
+            elif conversation[number].get("tool_calls"):
+                raise UserError(
+                    "the chat template writes a call of a tool without the message's 'content'; take a model whose "
+                    "template has both, or move the text into a message before it by a `convert` of your own"
+                )
             elif len(numbers) == 1:
                 # Such a template removes the reasoning even from the trained turn: its text is the data's own.
                 return opened, [Turn(template._behind_tag(content, opened))]
             else:
                 raise UserError(RENDERED_OTHERWISE)
         return begin, turns
+
+    def _other_end(self, segment: str, content: str, alone: str) -> int:
+        """Return the end of a turn that the token of a last turn does not close, as in gpt-oss's form, where a call
+        and an earlier answer have end tokens of their own. `alone` is the turn as the last one.
+
+        Without such a token the turn ends with its content.
+        """
+        differing = (n for n, (one, other) in enumerate(zip(segment, alone, strict=False)) if one != other)
+        shared = next(differing, min(len(segment), len(alone)))
+        at = segment.rfind(content.strip(), 0, shared) if content.strip() else -1
+        end = at + len(content.strip()) if at >= 0 else shared
+        closed = self._closing and self._closing.match(segment, end)
+        return closed.end(1) if closed else end
+
+    @cached_property
+    def _closing(self) -> re.Pattern[str] | None:
+        """A special token with another one behind it, or the end of the text: it closes a turn."""
+        special = chat.special_text(self.tokenizer)
+        return special and re.compile(rf"({special.pattern})(?=\s*(?:{special.pattern}|\Z))")
 
     def _text_turn(self, example: Example, text: str, opened: str) -> tuple[str, list[Turn]]:
         """Return the prompt before a response that is text, and the response's only turn.

@@ -59,6 +59,22 @@ FORMS = {
         f"call00001[ARGS]{TWO}",
         f"I look.[TOOL_CALLS]get_weather{ONE}[TOOL_CALLS]get_weather{TWO}",
     ],
+    "harmony": [
+        f"I look.<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json"
+        f"<|message|>{ONE}<|call|>"
+        f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{TWO}<|call|>",
+        f"<|channel|>commentary to=functions.get_weather<|message|>{ONE}<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.get_weather<|message|>{TWO}",
+    ],
+    "kimi": [
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{ONE}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1<|tool_call_argument_begin|>{TWO}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+    ],
+    "listed": [
+        f'I look.<|tool_call|>[{{"name": "get_weather", "arguments": {ONE}}}, '
+        f'{{"name": "get_weather", "arguments": {TWO}}}]<|/tool_call|>',
+    ],
     "deepseek": [
         f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
         f"{ONE}\n```<｜tool▁call▁end｜>\n"
@@ -113,6 +129,9 @@ def test_the_chat_template_says_which_format_a_model_writes() -> None:
         "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
         "glm": "<tool_call>{name}<arg_key>k</arg_key>",
         "qwen_xml": "<tool_call><function=a><parameter=b>",
+        "harmony": "<|start|>assistant<|channel|>commentary to=functions.",
+        "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>",
+        "listed": "<|tool_call|>",
     }
     assert {name: format_of(template) is FORMATS[name] for name, template in templates.items()} == dict.fromkeys(
         templates, True
