@@ -56,7 +56,7 @@ class TimedControl:
         self.control = ControlPlane(Stream(passed(), Sizes(1, rows // SAMPLES, SAMPLES, rows)), node.data, 600.0)
         for holder in (ENGINE, TRAINER):
             self.ask(Hello(node.data.address, holder == ENGINE), holder)
-        self.control.allow(1)
+        self.control.steps.allow(1)
         self.timed(lambda: self.control.training.schedule.groups_wanted(0))
         numbers = torch.arange(rows)
         columns: dict[str, Any] = {

@@ -165,7 +165,7 @@ class Worker:
 def main_program(control: ControlPlane, server: QueueServer, iterations: int, limit_s: float = 60.0) -> list[Any]:
     """Admits what is wanted and lets steps be made until so many iterations are finished; those."""
     groups, seen, finished, deadline = 0, -1, [], time.monotonic() + limit_s
-    control.allow(iterations)
+    control.steps.allow(iterations)
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
@@ -189,7 +189,7 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
         server,
         node,
     ):
-        control.allow(arguments["iterations"])
+        control.steps.allow(arguments["iterations"])
         pipe.send_bytes(pack_message([server.address, node.place()]))
         pipe.recv_bytes()
 

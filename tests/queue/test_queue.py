@@ -539,7 +539,7 @@ def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Pa
     ):
         first, second = client(server, node, "first", generates=True), client(server, node, "second")
         follower, trainer = client(server, node, "follower"), Worker(first)
-        control.allow(1)
+        control.steps.allow(1)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
         assert [trainer.once() for _ in range(4)] == [LeasedRows] * 3 + [Step]

@@ -128,7 +128,7 @@ class SimulatedRun:
         self.control = ControlPlane(self.stream, MemoryPlane(self.memory, "main"), LEASE_S, ["actor"], loading)
         self.control.clock = lambda: self.clock.now + self.offset
         self.parking = Parking(self.control.handle, self._answer)
-        self.control.allow(scenario.iterations)
+        self.control.steps.allow(scenario.iterations)
         self.workers: list[Worker] = []
         self.fates: dict[str, Fate] = {}
         self.arrivals: dict[str, float] = {}

@@ -8,6 +8,7 @@ program ──admits──▶ control: schedule, table, verdicts ◀──take, 
   in its trainer.
 * `schedule`: pure decisions on rows of consumers: admission, leases, the batch, publication.
 * `stream`, `control`: a flow's rows and locations; the answers to workers. Selection runs here, on index columns.
+* `steps`: the optimizer steps that trainers may make.
 * `generate`, `worker`, `train`: a worker's loops. A trainer takes each row of a batch once, keeps it, runs its stages
   through the executor, accumulates as rows arrive, and asks only for permission to step. It reports the batch's columns
   once, at its end.

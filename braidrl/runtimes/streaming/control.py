@@ -18,19 +18,18 @@ from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.data.codec import decode
 from braidrl.data.messages import Frame
 from braidrl.errors import UserError, WorkerError
-from braidrl.flow import Kind, Stage
-from braidrl.flow.flow import is_optimized
+from braidrl.flow import Kind
 from braidrl.queue.calls import NOTHING, Answer, Done, GiveBack, Hello, Lost, QueueRequest, Renew, Stop
 from braidrl.queue.client import DataPlane
 from braidrl.queue.table import StoredRows
 from braidrl.queue.tasks import Tasks
 from braidrl.queue.transport import Holder, QueueController
 from braidrl.runtimes.streaming.groups import ROWS, Activity
+from braidrl.runtimes.streaming.steps import StepPermits
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
-from braidrl.runtimes.streaming.weights import Copy, Versions, free
+from braidrl.runtimes.streaming.weights import Versions, free
 from braidrl.runtimes.streaming.work import (
     Ended,
-    Give,
     GoBack,
     LeasedRows,
     Loaded,
@@ -39,7 +38,6 @@ from braidrl.runtimes.streaming.work import (
     Order,
     OrderDone,
     Receive,
-    Step,
     Stepped,
     TakeWork,
     Task,
@@ -102,20 +100,11 @@ class ControlPlane(QueueController):
         self.deaths = RowDeaths()
         """The rows of each consumer with which workers have ended; an engine gets suspects alone."""
         self.weights, self.activity = Versions(exported), Activity()
-        self.copies: dict[str, Copy] = {}
-        """The source weights of due updates without a loss, by train stage."""
+        self.steps = StepPermits(exported)
         self.forgotten: list[WeightLocation] = []
         """Outdated weights that engines may still read until each has loaded newer ones."""
-        self.outdated: list[int] = []
-        """Versions that trainers may free with their next step."""
         self.weights_sent = 0
         """Bytes of weights received by engines on other machines."""
-        self.allowed = 0
-        """The last iteration whose optimizer steps are allowed."""
-        self.is_due = False
-        """True if a trainer could make a step that is not allowed yet."""
-        self.stepping: set[str] = set()
-        """Train stages with a step in progress."""
         self.unloaded: frozenset[str] = frozenset()
         """Groups that get no rows until they have loaded a checkpoint or returned to the published version."""
         self.first_tasks: dict[str, Task] = {}
@@ -177,7 +166,7 @@ class ControlPlane(QueueController):
             case Stepped():
                 self._stepped(request)
             case WeightsGiven():
-                self._weights_given(request)
+                self._free(self.steps.weights_given(request))
             case NewWeights():
                 locations = self.weights.by_role[request.role]
                 # Regrouped ranks publish again what lost ranks held; engines may still read the earlier location.
@@ -237,8 +226,12 @@ class ControlPlane(QueueController):
         if (load := self.loading.load(holder.name, self.rows_held(holder.name))) is not None:
             weights = self.weights.between(version or 0, load.version)
             return LoadWeights(version=load.version, keeps_rows=load.keeps_rows, weights=weights), ()
-        if (step := self._step(request)) is not None:
+        was_due = self.steps.is_due
+        if (step := self.steps.next_for(request, self.training)) is not None:
             return step, ()
+        if self.steps.is_due and not was_due:
+            self.changes += 1
+            self.changed.notify_all()
         lags = version not in (None, self.loading.target)
         takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
         for name in request.consumers if takes_rows else ():
@@ -281,19 +274,8 @@ class ControlPlane(QueueController):
         schedule, name = self.training.schedule, request.stage
         iteration = schedule.progress.published + 1
         schedule.progress.stepped(name)
-        self.stepping.discard(name)
-        copy = self.copies.pop(name, None)
-        self._free([copy.location] if copy and copy.location else [])
+        self._free(self.steps.stepped(name))
         self.training.record_of(iteration).training.append(request.report)
-
-    def _weights_given(self, request: WeightsGiven) -> None:
-        """Record the location of weights for the update of another role."""
-        copy = self.copies.get(request.stage)
-        if copy is not None and copy.giver == request.holder:
-            copy.location = request.location
-        else:
-            # Another worker has replaced the giver.
-            self._free([request.location])
 
     def _loaded(self, request: Loaded) -> None:
         """Record the version that an engine holds."""
@@ -332,10 +314,6 @@ class ControlPlane(QueueController):
             self.advance()
         self.notify()
 
-    def allow(self, iteration: int) -> None:
-        """Allow the optimizer steps of an iteration."""
-        self.allowed, self.is_due = iteration, False
-
     def add_stream(self, stream: Stream) -> None:
         """Serve another stream; lease numbers are unique over all streams."""
         stream.tasks.leases.numbers = self.training.tasks.leases.numbers
@@ -372,8 +350,7 @@ class ControlPlane(QueueController):
             self._note_activity([holder])
             self.first_tasks.pop(holder, None)
             self.loading.leave(holder)
-            # Weights that it has not written are requested from another worker.
-            self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.location is not None}
+            self.steps.leave(holder)
             for stream in self.streams:
                 for lease in stream.tasks.leases.of(holder) if died else ():
                     rows, draws = stream.tasks.left(lease), lease.task in stream.consumers.generating
@@ -396,9 +373,7 @@ class ControlPlane(QueueController):
                 return False
             self.training.train_again()
             self._free(self.weights.withdrawn(version))
-            self._free([copy.location for copy in self.copies.values() if copy.location])
-            self.copies, self.is_due = {}, False
-            self.stepping.clear()
+            self._free(self.steps.restart())
             return True
 
     def continue_from_memory(self, leaders: Mapping[str, str]) -> None:
@@ -423,7 +398,7 @@ class ControlPlane(QueueController):
         location = self.weights.by_role[role].get(version) if role in self.exported else None
         if location is not None:
             return location.offer is not None
-        return role in self.exported and version > self.loading.target and bool(self._updates_of(role, version))
+        return role in self.exported and version > self.loading.target and bool(self.training.updates_of(role, version))
 
     def begin_again(self, stream: Stream) -> None:
         """Forget all rows and weights; engines wait for the checkpoint's weights."""
@@ -433,12 +408,12 @@ class ControlPlane(QueueController):
             for earlier in self.streams:
                 self.data.free(earlier.table.evict(list(earlier.tasks.rows)))
             self.forgotten += self.weights.locations()
-            self.forgotten += (copy.location for copy in self.copies.values() if copy.location)
+            self.forgotten += self.steps.restart()
+            self.steps.allow(0)
             self.training, self.streams = stream, [stream]
-            self.weights, self.copies = Versions(self.exported), {}
+            self.weights = Versions(self.exported)
             self.loading.forget()
-            self.allowed, self.is_due, self.finished = 0, False, deque()
-            self.stepping.clear()
+            self.finished = deque()
             for holder in self.holders.values():
                 holder.orders.clear()
             self._note_activity(self.holders)
@@ -476,7 +451,7 @@ class ControlPlane(QueueController):
         # Wake this process's threads only for the changes that they wait for, not for each report of rows.
         noticed: list[object] = [
             len(self.finished),
-            self.is_due,
+            self.steps.is_due,
             self.stopping,
             self.loading.target,
             len(self.results),
@@ -512,53 +487,6 @@ class ControlPlane(QueueController):
         version = version if stream is self.training else None
         return stream.take(name, request, most, self.clock(), seconds, version, self.deaths)
 
-    def _step(self, request: TakeWork) -> Step | Give | None:
-        """Return the step that a trainer may make, or an order to give its weights to another role; None if neither is
-        due.
-        """
-        schedule, flow, role = self.training.schedule, self.training.flow, request.role
-        iteration = schedule.progress.published + 1
-        if role is None:
-            return None
-        copies = [(s, c.takes_rows) for c in schedule.consumers.trainers for s in c.updates if not is_optimized(s)]
-        for stage in [s for s, _ in copies if s.params["source"] == role and s.name not in self.copies]:
-            if schedule.progress.may_step(stage) and self._is_allowed(iteration):
-                self.copies[stage.name] = Copy(request.holder)
-                return Give(stage=stage.name)
-        # A worker that only copies weights is always ready.
-        alone = [stage for stage, takes_rows in copies if not takes_rows and stage.role == role]
-        for stage in [*alone, *map(flow.__getitem__, request.ready)]:
-            if stage.name in self.stepping or not schedule.progress.may_step(stage) or not self._is_allowed(iteration):
-                continue
-            copy = self.copies.get(stage.name)
-            weights = copy.location if copy else None
-            if weights is None and not is_optimized(stage):
-                continue
-            # After the role's last step of the iteration its weights are published.
-            batch = schedule.progress.batches[iteration]
-            others = [s.name for s in self._updates_of(str(stage.role), iteration) if s.name != stage.name]
-            is_last = not is_optimized(stage) or batch.steps - batch.steps_made[stage.name] <= 1
-            is_last = is_last and all(schedule.progress.is_through(name, batch) for name in others)
-            exported = iteration if is_last and stage.role in self.exported else None
-            outdated, self.outdated = self.outdated, []
-            self.stepping.add(stage.name)
-            return Step(
-                stage=stage.name,
-                iteration=iteration,
-                export=exported,
-                is_last=is_last,
-                outdated=outdated,
-                weights=weights,
-            )
-        return None
-
-    def _is_allowed(self, iteration: int) -> bool:
-        if iteration > self.allowed and not self.is_due:
-            self.is_due = True
-            self.changes += 1
-            self.changed.notify_all()
-        return iteration <= self.allowed
-
     def rows_held(self, holder: str) -> int:
         """Return the number of rows that a worker has."""
         return sum(tasks.leases.rows_of[holder] for tasks in self.queues)
@@ -588,11 +516,7 @@ class ControlPlane(QueueController):
     def _free(self, locations: Collection[WeightLocation]) -> None:
         """Free weights: local files now, and copies on trainers with their next step."""
         free(locations)
-        self.outdated += [location.number for location in locations]
-
-    def _updates_of(self, role: str, iteration: int) -> list[Stage]:
-        stages = self.training.flow.stages
-        return [s for s in stages if s.kind is Kind.TRAIN and s.role == role and s.when.includes(iteration)]
+        self.steps.outdated += [location.number for location in locations]
 
     @property
     def _loadable(self) -> int:
@@ -602,7 +526,8 @@ class ControlPlane(QueueController):
         newest = self.loading.target
         for version in range(max(newest, 0) + 1, self.training.schedule.progress.published + 1):
             if not all(
-                version in self.weights.by_role[role] or not self._updates_of(role, version) for role in self.exported
+                version in self.weights.by_role[role] or not self.training.updates_of(role, version)
+                for role in self.exported
             ):
                 break
             newest = version

@@ -189,7 +189,7 @@ class StreamingBackend:
                 self.stream.resume(version, *self.restored)
                 for batch in self.started:
                     self.stream.restore_batch(batch)
-                self.control.loading.target = self.control.allowed = version
+                self.control.loading.target = self.control.steps.allowed = version
                 self.control.loading.pinned = False
                 kept = {*self.stream.schedule.versions, *self.stream.schedule.suspended_rows}
                 self.control.activity.drawn_again += len(self.forgotten - kept)

@@ -137,11 +137,11 @@ class StreamingController:
             while not self.control.finished:
                 self._admit()
                 with self.control.changed:
-                    due = self.control.allowed < iteration and self.control.is_due
+                    due = self.control.steps.allowed < iteration and self.control.steps.is_due
                     self._show(generation, training)
                 if due:
                     before_training()
-                    self.control.change(partial(self.control.allow, iteration))
+                    self.control.change(partial(self.control.steps.allow, iteration))
                 try:
                     self.wait()
                 except BadUpdate as error:
@@ -221,7 +221,7 @@ class StreamingController:
         self.processes.forget_states()
         self.processes.regroup()
         if self.control.train_again(version):
-            self.control.allow(version)
+            self.control.steps.allow(version)
             self.backend.restored = None
             self.backend.end_evaluation()
             return Restart.WITH_ROWS

@@ -13,7 +13,7 @@ from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Rows, Uid
-from braidrl.flow import Flow, Kind
+from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, next_state
@@ -314,6 +314,11 @@ class Stream:
         # A repeated batch starts with its initial states.
         self.states |= record.states
         record.training, record.states = [], {}
+
+    def updates_of(self, role: str, iteration: int) -> list[Stage]:
+        """Return the train stages that change a role's weights in an iteration."""
+        stages = self.flow.stages
+        return [s for s in stages if s.kind is Kind.TRAIN and s.role == role and s.when.includes(iteration)]
 
     def record_of(self, iteration: int) -> IterationRecord:
         """Return the record of an iteration in progress."""

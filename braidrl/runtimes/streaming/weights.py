@@ -11,7 +11,6 @@ hold them.
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -168,16 +167,6 @@ class Versions:
     def locations(self) -> Iterator[WeightLocation]:
         """Return the locations of all kept versions."""
         return (location for versions in self.by_role.values() for location in versions.values())
-
-
-@dataclass
-class Copy:
-    """Source weights of an update without a loss (EMA or copy): the worker that gives them, and their location once
-    written.
-    """
-
-    giver: str
-    location: WeightLocation | None = None
 
 
 def newest_of(versions: Collection[int] | Mapping[int, WeightLocation], limit: int) -> int:
