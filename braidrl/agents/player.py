@@ -63,8 +63,8 @@ class Player(ABC):
             async with free:
                 # An external kill of the process is not the environment's fault.
                 for attempt in range(1 + max(1, self.limits.retries)):
-                    others = {role: Trajectory(uid) for role in self.policies}
-                    trajectory = Trajectory(uid, attempt=attempt, other_policies=others)
+                    other_policies = {role: Trajectory(uid) for role in self.policies}
+                    trajectory = Trajectory(uid, attempt=attempt, other_policies=other_policies)
                     named = dict(zip(("source", "group", "sample"), uid, strict=True))
                     with self.spans.span("episode", attempt=attempt, **named) as about:
                         try:

@@ -63,8 +63,8 @@ class ResumingEpisodes:
         while count < len(tokens) and not is_complete:
             is_complete = row.record_token(int(tokens[count]))
             count += 1
-        some = slice(request.first_draw, request.first_draw + count)
-        columns = {name: values[some] for name, values in recorded.per_token.items()}
+        replayed = slice(request.first_draw, request.first_draw + count)
+        columns = {name: values[replayed] for name, values in recorded.per_token.items()}
         before = row.finished(aborted=not is_complete, drawn=(tokens[:count], columns))
         before = replace(before, per_token={**before.per_token, **columns})
         if is_complete:

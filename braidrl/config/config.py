@@ -219,8 +219,8 @@ class EnvironmentConfig(SandboxConfig):
         if len(named) > 1 or value.get("name") is not None:
             keys = " and ".join([*named, *(["name"] if value.get("name") is not None else [])])
             raise ValueError(f"{keys} each name an environment; keep one")
-        others = {key: setting for key, setting in value.items() if key not in (*named, "name")}
-        return {**others, "name": f"{named[0]}:{value[named[0]]}"}
+        parameters = {key: setting for key, setting in value.items() if key not in (*named, "name")}
+        return {**parameters, "name": f"{named[0]}:{value[named[0]]}"}
 
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":

@@ -194,10 +194,10 @@ class DataConfig(Section):
         """Return the sources of `train` without the held-out examples of the first."""
         if not self.held_out or not self.train:
             return self.train
-        first, *others = self.train
+        first, *further = self.train
         skip = first.skip + self.held_out
         left = None if first.first is None else first.first - self.held_out
-        return [first.model_copy(update={"skip": skip, "first": left}), *others]
+        return [first.model_copy(update={"skip": skip, "first": left}), *further]
 
     @property
     def evaluation_sources(self) -> dict[str, SourceConfig]:

@@ -313,11 +313,11 @@ def rows_to_begin(
         drawn = max(len(row.tokens) + 1, round(share * row.limit))
         return -(-(len(row.request.prompt) + min(drawn, row.limit)) // block) * block
 
-    taken = [needed(row) for row in running]
-    left, started = capacity - sum(taken), 0
+    reserved = [needed(row) for row in running]
+    left, started = capacity - sum(reserved), 0
     for row in waiting:
         left -= needed(row)
-        if left < 0 and (taken or started):
+        if left < 0 and (reserved or started):
             break
         started += 1
     return started

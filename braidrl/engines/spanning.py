@@ -45,8 +45,8 @@ class SpanningEngine:
 
     def lost(self) -> int | None:
         """Return a node that has lost its part of the current start; None while all nodes have theirs."""
-        others = range(1, self.part.nodes)
-        return next((node for node in others if has_message(self.store, f"lost/{self.start}/{node}")), None)
+        other_nodes = range(1, self.part.nodes)
+        return next((node for node in other_nodes if has_message(self.store, f"lost/{self.start}/{node}")), None)
 
     def end(self) -> None:
         """Notify the other nodes that there will be no further start."""

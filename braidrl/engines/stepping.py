@@ -178,7 +178,7 @@ class SteppingEngine(ABC):
         reported = set(uids) if on_finished else set()
         finished: dict[Uid, Response] = {}
         try:
-            for request in (request for _, some in of_all for request in some):
+            for request in (request for _, requests_of_rank in of_all for request in requests_of_rank):
                 self.add(request)
             with self._decoding():
                 while self._under_way or more:
@@ -193,14 +193,14 @@ class SteppingEngine(ABC):
                     else:
                         with WORK.waiting():
                             time.sleep(IDLE_S)
-                    mine = changes() if changes else Changes()
-                    of_ranks = ranks.all_gather("changes", mine, Changes)
+                    local_changes = changes() if changes else Changes()
+                    of_ranks = ranks.all_gather("changes", local_changes, Changes)
                     for uid in (uid for part in of_ranks for uid in part.ended):
                         if uid in self._under_way:
                             finished[uid] = self.abort(uid)
                     for request in (request for part in of_ranks for request in part.added):
                         self.add(request)
-                    reported.update(request.uid for request in mine.added)
+                    reported.update(request.uid for request in local_changes.added)
                     more = any(part.more for part in of_ranks)
         finally:
             self.clear(release=False)

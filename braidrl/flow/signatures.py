@@ -365,8 +365,8 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
     Raises UserError for an unknown type; the hint names `also` other types.
     """
     if ":" in type:
-        first, *others = FAMILIES.values()
-        return entry_of(first, type, *others)
+        first, *registries = FAMILIES.values()
+        return entry_of(first, type, *registries)
     family, _, name = type.partition(".")
     if family not in FAMILIES:
         types = [*also, *(f"{f}.{n}" for f, registered in FAMILIES.items() for n in registered)]

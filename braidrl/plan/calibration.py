@@ -174,9 +174,9 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
     for name, (source, phase_rates) in rates_of.items():
         fitted[name] = phase_rates
         if f"{source}.operations" in costs:
-            operations, *others = (costs.get(f"{source}.{quantity}", 0.0) for quantity in OWN)
+            operations, *unit_costs = (costs.get(f"{source}.{quantity}", 0.0) for quantity in OWN)
             peak = kind.peak[dtype]
-            unit = dict(zip(("activation_s", "token_s", "call_s", "row_s", "step_s"), others, strict=True))
+            unit = dict(zip(("activation_s", "token_s", "call_s", "row_s", "step_s"), unit_costs, strict=True))
             fitted[name] = PhaseRates(share=1.0 / (max(operations, 0.1 / peak) * peak), **unit)
     fitted["vllm"] = EngineRates(prefill=fitted.pop("vllm.prefill"), decode=fitted.pop("vllm.decode"))
     for name, full in (("memory", kind.bandwidth), ("link", kind.link), ("network", kind.network)):

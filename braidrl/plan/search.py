@@ -70,10 +70,10 @@ def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
         return
     first, rest = items[0], items[1:]
     for size in range(len(rest) + 1):
-        for others in itertools.combinations(rest, size):
-            left = tuple(item for item in rest if item not in others)
+        for companions in itertools.combinations(rest, size):
+            left = tuple(item for item in rest if item not in companions)
             for more in partitions(left):
-                yield ((first, *others), *more)
+                yield ((first, *companions), *more)
 
 
 def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, ...]]:

@@ -241,8 +241,8 @@ class WorkItem:
         if list(positions) == self.positions:
             return self.rows
         numbers = {position: number for number, position in enumerate(self.positions)}
-        mine = [numbers[position] for position in positions if position in numbers]
-        return self.rows.take(mine) if mine else Rows({})
+        local_numbers = [numbers[position] for position in positions if position in numbers]
+        return self.rows.take(local_numbers) if local_numbers else Rows({})
 
 
 class Client:

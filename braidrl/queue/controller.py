@@ -196,9 +196,9 @@ class ColumnController(QueueController):
         """
         blocks, names = set(request.blocks), set(self.data.segments.names())
         # Do not query another node's server: it may have ended with the blocks.
-        gone = {block for block in blocks if block.host != self.data.host or block.name not in names}
+        missing = {block for block in blocks if block.host != self.data.host or block.name not in names}
         parts = {part for parts in self.table.parts.values() for part in parts.values()}
-        for part in (part for part in parts if not gone.isdisjoint(part.blocks)):
+        for part in (part for part in parts if not missing.isdisjoint(part.blocks)):
             rows = list(part.rows)
             self._free(self.table.remove(part))
             for column in part.columns:

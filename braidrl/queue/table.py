@@ -246,15 +246,15 @@ class Table:
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Remove rows; return the blocks to free."""
-        gone, parts = set(uids), set[StoredRows]()
+        removed, parts = set(uids), set[StoredRows]()
         for parts_of_writer in self.parts.values():
             # A writer of several names has stored the same part under each.
-            if parts_of_writer.keys() <= gone:
+            if parts_of_writer.keys() <= removed:
                 parts.update(parts_of_writer.values())
                 parts_of_writer.clear()
             else:
-                parts.update(parts_of_writer.pop(uid) for uid in gone & parts_of_writer.keys())
-        return self._drop(gone, parts)
+                parts.update(parts_of_writer.pop(uid) for uid in removed & parts_of_writer.keys())
+        return self._drop(removed, parts)
 
     def _drop(self, gone: Set[Row], parts: Iterable[StoredRows]) -> list[Block]:
         """Remove rows from parts; return the blocks to free."""
@@ -279,7 +279,10 @@ class Table:
         targets: defaultdict[StoredRows, list[int]] = defaultdict(list)
         for target, part in enumerate(parts):
             targets[part].append(target)
-        return [PartRows(part, some, [part.rows[uids[target]] for target in some]) for part, some in targets.items()]
+        return [
+            PartRows(part, positions, [part.rows[uids[target]] for target in positions])
+            for part, positions in targets.items()
+        ]
 
 
 class PartRows(NamedTuple):

@@ -237,9 +237,9 @@ class Task:
             rows = list(named)
         if not self.ready or not rows:
             return
-        for table, some in by_value(rows, self.table):
+        for table, rows_of_table in by_value(rows, self.table):
             if (ready := self.ready.get(table)) is not None:
-                for row in some:
+                for row in rows_of_table:
                     ready.rows.pop(self.numbers[row], None)
                 if not ready.rows:
                     del self.ready[table]
@@ -418,18 +418,18 @@ class Tasks:
 
     def forget(self, rows: Iterable[Row]) -> dict[Lease, list[Row]]:
         """Remove rows; leases keep their remaining rows. Return the rows lost, by lease."""
-        gone = [row for row in dict.fromkeys(rows) if row in self.rows]
+        removed = [row for row in dict.fromkeys(rows) if row in self.rows]
         lost: dict[Lease, list[Row]] = {}
         for task in self.tasks.values():
-            for row in gone if task.lease and self.leases.held else ():
+            for row in removed if task.lease and self.leases.held else ():
                 if (number := task.lease.get(row)) is not None:
                     lost.setdefault(self.leases.held[number], []).append(row)
         for lease, some in lost.items():
             self.leases.shrink(lease, len(some))
         for task in self.tasks.values():
-            task.forget(gone)
+            task.forget(removed)
         for written in self.written.values():
-            written.difference_update(gone)
-        for row in gone:
+            written.difference_update(removed)
+        for row in removed:
             del self.rows[row], self.group[row]
         return lost

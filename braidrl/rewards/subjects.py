@@ -69,9 +69,10 @@ class ImportsOfProgram(ast.NodeTransformer):
             return node
         named = [alias for alias in node.names if alias.name != "*"]
         self.names |= {alias.name: module for alias in named}
-        others = [alias for alias in named if alias.asname]
+        renamed = [alias for alias in named if alias.asname]
         assignments: list[ast.stmt] = [
-            ast.Assign([ast.Name(str(alias.asname), ast.Store())], ast.Name(alias.name, ast.Load())) for alias in others
+            ast.Assign([ast.Name(str(alias.asname), ast.Store())], ast.Name(alias.name, ast.Load()))
+            for alias in renamed
         ]
         return assignments or ast.Pass()
 

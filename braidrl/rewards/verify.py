@@ -117,9 +117,13 @@ class RuleRewards:
         self._skips_special = config.skip_special_tokens
         self._source_names = source_names or {}
         self._default = weighted_verifiers(config.verify)
-        self._per_source = {source: weighted_verifiers(many) for source, many in per_source.items()}
+        self._per_source = {
+            source: weighted_verifiers(verifiers_of_source) for source, verifiers_of_source in per_source.items()
+        }
         every = [self._default, *self._per_source.values()]
-        self.labels = list(dict.fromkeys(verifier.label for many in every for verifier in many))
+        self.labels = list(
+            dict.fromkeys(verifier.label for verifiers_of_source in every for verifier in verifiers_of_source)
+        )
         self._pool = RewardPool(config)
 
     def submit(self, rows: Rows, of: str | None = None, left_out: Collection[Uid] = ()) -> Pending:

@@ -103,8 +103,8 @@ class RowStore:
                 if rank >= ranks:
                     return Rows({})
                 share, samples = equal_share(len(numbers), rank, ranks), self.config.rollout.samples_per_prompt
-                mine = slice(share.start, share.stop)
-                rows = as_rows(self.loader.peek(numbers[mine], examples[mine]), samples)
+                local_rows = slice(share.start, share.stop)
+                rows = as_rows(self.loader.peek(numbers[local_rows], examples[local_rows]), samples)
                 if self.config.rollout.tokens_per_iteration is not None:
                     # Partial rollout resumes from the columns of empty responses; log-probs have the engine's data
                     # type.

@@ -264,10 +264,10 @@ class CodeHost:
         """Give the process the end of a new socket, to be served in one of the modes of `host.py`, and return the other
         end.
         """
-        ours, theirs = socket.socketpair()
+        ours, host_end = socket.socketpair()
         # If the process has ended, the session gets no answer.
-        with theirs, self._line() as line, contextlib.suppress(OSError):
-            socket.send_fds(line, [kind], [theirs.fileno()])
+        with host_end, self._line() as line, contextlib.suppress(OSError):
+            socket.send_fds(line, [kind], [host_end.fileno()])
         return ours
 
     def listener(self) -> socket.socket | None:

@@ -73,13 +73,13 @@ class CodeFiles:
         """Return the Python files in the folder of `file`, except files of installed packages, which do not change."""
         if file is None or not file.is_file() or any(file.is_relative_to(folder) for folder in python_places()):
             return CodeFiles()
-        files, taken = CodeFiles(file.parent), 0
+        files, total_bytes = CodeFiles(file.parent), 0
         for path in [file, *sorted(set(file.parent.glob("*.py")) - {file})][:CODE_FILES]:
             try:
                 text = path.read_bytes()
             except OSError:
                 continue
-            if (taken := taken + len(text)) > CODE_BYTES:
+            if (total_bytes := total_bytes + len(text)) > CODE_BYTES:
                 break
             descriptor = os.memfd_create(path.name)
             with open(descriptor, "wb", closefd=False) as memory:

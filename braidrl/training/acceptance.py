@@ -148,12 +148,14 @@ def half_precision(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     """
     ours = proof.packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
     model = copy.deepcopy(twin.reference).to(torch.bfloat16)
-    theirs = []
+    expected = []
     for row in twin.rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
-        theirs.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0])
+        expected.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0])
     exact = twin.alone[0]
-    packed, unpacked = (float((torch.cat(log_probs) - torch.cat(exact)).abs().median()) for log_probs in (ours, theirs))
+    packed, unpacked = (
+        float((torch.cat(log_probs) - torch.cat(exact)).abs().median()) for log_probs in (ours, expected)
+    )
     return packed, ROUNDING * unpacked + 1e-3
 
 
@@ -336,9 +338,9 @@ def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
     )
     columns: Any = zip(responses["join_response"].writes, join_response(first, rest), strict=True)
     zeros = torch.zeros(len(numbers), dtype=torch.int64)
-    mine = Rows({"source": zeros, "group": torch.tensor(numbers), "sample": zeros, **dict(columns)})
-    log_probs = worker.forward("log_probs", mine)
-    worker.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), mine, Sums())
+    rank_rows = Rows({"source": zeros, "group": torch.tensor(numbers), "sample": zeros, **dict(columns)})
+    log_probs = worker.forward("log_probs", rank_rows)
+    worker.forward_backward(Objective.of("actor", {"loss": "sft", "aggregate": "token-mean"}), rank_rows, Sums())
     norm = worker.optim_step({"tokens": float(sum(len(row) - 1 for row in rows))}, 1)
     values = dict(zip(map(str, numbers), log_probs.tolist(), strict=True))
     parts = ranks.all_gather("figures", values)

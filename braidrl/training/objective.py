@@ -411,9 +411,9 @@ def trained_mask(index: Rows) -> Tensor:
     """Return the mask (B,) of rows with an action that `loss_mask` keeps, and without a failure of their environment,
     whose score is meaningless.
     """
-    taken: Tensor = index["action_tokens"] > 0
+    mask: Tensor = index["action_tokens"] > 0
     if "loss_mask" in index:
-        taken = taken & (index["loss_mask"] > 0)
+        mask = mask & (index["loss_mask"] > 0)
     if "finish_reason" in index:
-        taken = taken & (index["finish_reason"] != FinishReason.ERROR)
-    return taken
+        mask = mask & (index["finish_reason"] != FinishReason.ERROR)
+    return mask

@@ -122,8 +122,8 @@ def make_optimizer(
         by_rate.setdefault((rates or {}).get(name, lr), []).append((name, parameter))
     kind, settings = OPTIMIZERS.find(config.optimizer), optimizer_settings(config)
     optimizer: torch.optim.Optimizer
-    optimizer, *others = [kind(some, lr=rate, **settings) for rate, some in (by_rate or {lr: []}).items()]
-    for group in (group for additional in others for group in additional.param_groups):
+    optimizer, *further = [kind(by_name, lr=rate, **settings) for rate, by_name in (by_rate or {lr: []}).items()]
+    for group in (group for additional in further for group in additional.param_groups):
         optimizer.add_param_group(group)
     return optimizer
 

@@ -192,8 +192,8 @@ def read_stops(body: Json, name: str) -> tuple[str, ...]:
     value = body.get(name)
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        some = f"a list of up to {MOST_STOPS} such"
-        raise UserError(f"{name} must be a text that is not empty, or {some}, not {shown(value)}")
+        expected = f"a list of up to {MOST_STOPS} such"
+        raise UserError(f"{name} must be a text that is not empty, or {expected}, not {shown(value)}")
     if any(len(stop) > MOST_STOP_CHARACTERS for stop in stops):
         raise UserError(f"a text of {name} has at most {MOST_STOP_CHARACTERS} characters")
     return tuple(stops)

@@ -202,8 +202,8 @@ class ResponseEvents(BlockEvents):
 
     def call(self, call: Json) -> Iterator[str]:
         item, arguments = call_item(self.item, call), call["function"]["arguments"]
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        yield self.numbered("response.output_item.added", item=begun)
+        started_item = {**item, "arguments": "", "status": "in_progress"}
+        yield self.numbered("response.output_item.added", item=started_item)
         yield self.numbered("response.function_call_arguments.delta", item_id=self.item, delta=arguments)
         named = {"item_id": self.item, "name": item["name"], "arguments": arguments}
         yield self.numbered("response.function_call_arguments.done", **named)

@@ -48,9 +48,9 @@ class TensorRanks:
         if part.device.type != "cpu":
             dist.all_reduce(part, group=self._group)
             return part
-        first, *others = self._gather(part)
+        first, *further = self._gather(part)
         total = first.to(torch.promote_types(part.dtype, torch.float32))
-        for addend in others:
+        for addend in further:
             total += addend
         return total.to(part.dtype)
 

@@ -243,14 +243,14 @@ def useful_guesses(probabilities: Sequence[float], rows: int, costs: Costs, mult
         most: Tokens of the largest pass.
     """
     best, rate = 0, GAIN * rows / costs(-(-rows // multiple) * multiple, False)
-    drawn, taken = float(rows), 0
+    drawn, chosen = float(rows), 0
     for size in sizes_of(multiple, most):
         if size <= rows:
             continue
         room = min(size - rows, len(probabilities))
-        drawn, taken = drawn + sum(probabilities[taken:room]), room
-        if taken and drawn / costs(size, True) > rate:
-            best, rate = taken, drawn / costs(size, True)
+        drawn, chosen = drawn + sum(probabilities[chosen:room]), room
+        if chosen and drawn / costs(size, True) > rate:
+            best, rate = chosen, drawn / costs(size, True)
         if room < size - rows:
             break
     return best
@@ -311,15 +311,15 @@ class Speculation:
         ordered, order = probabilities.flatten().sort(descending=True, stable=True)
         likely = ordered[: max(0, self._most - len(slots))].tolist()
         likely = [probability * self.trust for probability in likely if probability > 0]
-        taken = useful_guesses(likely, len(slots), self.costs, self._multiple, self._most)
-        if not taken:
+        chosen = useful_guesses(likely, len(slots), self.costs, self._multiple, self._most)
+        if not chosen:
             self._wait = min(MOST_WAIT, 2 * self._wait + 1)
             self._left = self._wait
             return None
         self._wait = 0
-        self._expected = sum(likely[:taken]) / self.trust
+        self._expected = sum(likely[:chosen]) / self.trust
         # A row's guesses are in order: none is more probable than the previous one.
-        counts = torch.bincount(order[:taken] // LONGEST, minlength=len(slots))
+        counts = torch.bincount(order[:chosen] // LONGEST, minlength=len(slots))
         return drafts, counts
 
     def observe(self, size: int, guesses: int, accepted: int, seconds: float) -> None:

@@ -322,8 +322,10 @@ class ResumingEngine:
     async def withdraw(self, uids: Collection[Uid]) -> None:
         """Remove rows without a response, and wait until the engine has removed them."""
         if self._deferred is not None:
-            gone = set(uids)
-            self._deferred = [([r for r in requests if r.uid not in gone], ended) for requests, ended in self._deferred]
+            withdrawn = set(uids)
+            self._deferred = [
+                ([r for r in requests if r.uid not in withdrawn], ended) for requests, ended in self._deferred
+            ]
         tasks = [self._tasks[uid] for uid in uids if uid in self._tasks]
         for uid in uids:
             self._parts.pop(uid, None)

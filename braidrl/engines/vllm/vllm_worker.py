@@ -234,8 +234,8 @@ def part_of(name: str, shape: torch.Size, blocks: Sequence[Block]) -> WeightPart
             joined.append(block)
     if any(a.box.overlap(b.box) for number, a in enumerate(joined) for b in joined[:number]):
         raise WeightsNotLive(f"vLLM keeps {name} twice")
-    first, *others = (WeightPart([name], block.target, (shape, block.box)) for block in joined)
-    return replace(first, other_parts=tuple(others))
+    first, *further = (WeightPart([name], block.target, (shape, block.box)) for block in joined)
+    return replace(first, other_parts=tuple(further))
 
 
 def joined_blocks(a: Block, b: Block) -> Block | None:

@@ -117,9 +117,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         models = {name: parameter_model(name, RECIPES.find(name)) for name in NAMES}
-        others = [name for name, section in models.items() if section is not None and path in section.model_fields]
-        if others:
-            return f"no parameter is called {path!r}, which is one of {', '.join(others[:3])}; remove algorithm.{path}"
+        roles = [name for name, section in models.items() if section is not None and path in section.model_fields]
+        if roles:
+            return f"no parameter is called {path!r}, which is one of {', '.join(roles[:3])}; remove algorithm.{path}"
         return f"no parameter is called {path!r}. {suggest(path, model.model_fields)}"
     if first["type"] == "missing":
         return f"the parameter {path!r} is not set"

@@ -280,11 +280,11 @@ class Generation:
             loans.open(engine, requests, ended)
         start = time.perf_counter()
         drawn = engine.generate(requests, finished, changes)
-        here = [*zip(requests, drawn, strict=True), *(loans.drawn if loans is not None else ())]
-        new = Drawn.after([len(request.prompt) for request, _ in here], [response for _, response in here])
+        generated = [*zip(requests, drawn, strict=True), *(loans.drawn if loans is not None else ())]
+        new = Drawn.after([len(request.prompt) for request, _ in generated], [response for _, response in generated])
         self.usage.decoded(stage, new, engine.slots, time.perf_counter() - start, sums)
         self.usage.speculated(stage, engine.speculated, sums)
-        self.usage.encoded(stage.name, images_seen(engine), len(here), sums)
+        self.usage.encoded(stage.name, images_seen(engine), len(generated), sums)
         return drawn if loans is None else [loans.returned.get(response.uid, response) for response in drawn]
 
     def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
@@ -316,9 +316,9 @@ class Generation:
 
             start, undrawn = time.perf_counter(), self._all_undrawn(stage, rows)
             drawn = [position for position, uid in enumerate(rows.uids()) if uid not in undrawn] if undrawn else None
-            begun = rows if drawn is None else rows.take(drawn)
+            started_rows = rows if drawn is None else rows.take(drawn)
             played = run_together(
-                engines, lambda running: self.played(running, stage, begun, limits, finished, self.moves.version)
+                engines, lambda running: self.played(running, stage, started_rows, limits, finished, self.moves.version)
             )
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             self.usage.speculated(stage, engine.speculated, sums)
@@ -327,7 +327,7 @@ class Generation:
                 stop.close()
             if not len(rows):
                 return {}
-            result_of = undrawn | dict(zip(begun.uids(), played, strict=True))
+            result_of = undrawn | dict(zip(started_rows.uids(), played, strict=True))
             every = [one for uid in rows.uids() if isinstance(one := result_of[uid], Trajectory)]
             return self.trajectory_columns(stage, every, limits, sums)
 

@@ -39,16 +39,16 @@ def skimmed(amounts: Sequence[int], count: int) -> list[int]:
     possible.
     """
     order = sorted(range(len(amounts)), key=lambda i: (-amounts[i], i))
-    taken, total = [0] * len(amounts), 0
+    amounts_taken, total = [0] * len(amounts), 0
     for largest, i in enumerate(order, 1):
         total += amounts[i]
         following = amounts[order[largest]] if largest < len(order) else 0
         if total - largest * following >= count:
             level, more = divmod(total - count, largest)
             for position, rank in enumerate(order[:largest]):
-                taken[rank] = amounts[rank] - level - (position < more)
+                amounts_taken[rank] = amounts[rank] - level - (position < more)
             break
-    return taken
+    return amounts_taken
 
 
 def planned_moves(waiting: Sequence[int], free: Sequence[int]) -> list[Move]:

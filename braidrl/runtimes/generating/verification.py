@@ -278,9 +278,9 @@ class EarlyStop:
         were decided.
         """
         ready = [wait or all(check.done() for check in checks) for _, checks in self.waiting]
-        taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
+        finished = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
-        for rows, checks in taken:
+        for rows, checks in finished:
             assert self.segment is not None
             for stage, check in zip(self.segment.verify, checks, strict=True):
                 rows = rows.with_columns(verified(self.flow, stage, rows, check.result(scores_of(stage))))

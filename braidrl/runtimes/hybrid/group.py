@@ -156,10 +156,12 @@ class WorkerGroup:
             raise WorkerError(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
 
-    def _raise_deaths(self, others: Sequence[Future], failure: WorkerError) -> None:
+    def _raise_deaths(self, pending: Sequence[Future], failure: WorkerError) -> None:
         """Raise LostProcess for a dead worker, as the cause of the failures of workers that waited for it."""
-        ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
-        for future in others:
+        ready, _ = (
+            ray.wait([f.ref for f in pending], num_returns=len(pending), timeout=DEATH_S) if pending else ([], [])
+        )
+        for future in pending:
             try:
                 if future.ref in ready:
                     self._result(future)
@@ -168,9 +170,11 @@ class WorkerGroup:
             except (WorkerError, UserError):
                 continue
         # The cause may be a dead worker of any pool whose rows or weights these calls need.
-        gone = [] if isinstance(failure, LostProcess) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
-        if gone:
-            names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
+        dead_actors = (
+            [] if isinstance(failure, LostProcess) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
+        )
+        if dead_actors:
+            names = ", ".join(self.cluster.names.get(actor._actor_id.hex(), "an actor") for actor in dead_actors)
             raise LostProcess(f"{names} died; others were waiting for it") from failure
 
 
@@ -250,10 +254,10 @@ class RunWorkers:
         configured = next(pool for pool in deployment.pools if pool.name == group.pool.name)
         if configured.nodes is not None or configured.kind is not None:
             return configured.workers
-        taken = [
+        reserved = [
             taken_slot for neighbour in self.groups if neighbour is not group for taken_slot in neighbour.reservations
         ]
-        room = room_for(nodes, taken, group.reservations[0].cpus, group.reservations[0].gpus)
+        room = room_for(nodes, reserved, group.reservations[0].cpus, group.reservations[0].gpus)
         sizes = range(min(configured.workers, room), 0, -1)
         return next((size for size in sizes if deployment.fits(replace(configured, workers=size))), 0)
 
@@ -284,8 +288,8 @@ class RunWorkers:
         ]
         for group in fresh:
             group.end()
-        others = [group for group in self.groups if group not in fresh]
-        for group, futures in [(group, group.call("forget_rows")) for group in others]:
+        continuing = [group for group in self.groups if group not in fresh]
+        for group, futures in [(group, group.call("forget_rows")) for group in continuing]:
             group.limit_s = cluster.config.silence_s
             try:
                 group.wait(futures)

@@ -227,9 +227,9 @@ class Handle:
                 awaited += [output.future_of[worker] for worker in sorted(set(held.tolist()))]
             else:
                 columns = tuple(sorted(output.payload if reads is None else output.payload & reads))
-            workers, there = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
-            workers[positions], there[positions] = held, output.row[rows[positions]]
-            kept.append((output.key, columns, workers.numpy(), there.numpy()))
+            workers, row_numbers = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
+            workers[positions], row_numbers[positions] = held, output.row[rows[positions]]
+            kept.append((output.key, columns, workers.numpy(), row_numbers.numpy()))
         index = self.index
         if reads is None:
             computed = [output.index for output in self.outputs if output.index and not output.futures]

@@ -258,8 +258,8 @@ def resume_point(run: Path, newest_whole: bool = False, world: World | None = No
     trouble = checkpoint_damage(latest, world) if latest else ""
     if latest is None or not trouble:
         return latest
-    others = [checkpoint for checkpoint in reversed(checkpoints_of(run)) if checkpoint != latest]
-    intact = next((checkpoint for checkpoint in others if not checkpoint_damage(checkpoint, world)), None)
+    earlier = [checkpoint for checkpoint in reversed(checkpoints_of(run)) if checkpoint != latest]
+    intact = next((checkpoint for checkpoint in earlier if not checkpoint_damage(checkpoint, world)), None)
     if intact is None:
         raise UserError(f"{latest}: {trouble}, and no other checkpoint is whole; copy one back, or begin anew")
     if not newest_whole:

@@ -274,8 +274,8 @@ class TrainingProgress:
         if batch is None or not stage.when.includes(batch.iteration) or self._is_made(stage, batch):
             return False
         consumer_of = self.consumers.of_stage
-        others = [name for name in self.weights_wait[stage.name] if consumer_of[name] != consumer_of[stage.name]]
-        return (is_optimized(stage) or batch.is_known) and all(self.is_through(name, batch) for name in others)
+        foreign = [name for name in self.weights_wait[stage.name] if consumer_of[name] != consumer_of[stage.name]]
+        return (is_optimized(stage) or batch.is_known) and all(self.is_through(name, batch) for name in foreign)
 
     def stepped(self, stage: str) -> None:
         """Record an optimizer step, or a copy of weights."""

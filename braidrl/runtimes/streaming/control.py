@@ -346,7 +346,7 @@ class ControlPlane(QueueController):
         """Release the leases of a worker that `died` or leaves, and free blocks that it wrote and never reported."""
         with self.changed:
             self.departed.add(holder)
-            gone = self.holders.pop(holder, None)
+            departing = self.holders.pop(holder, None)
             self._note_activity([holder])
             self.first_tasks.pop(holder, None)
             self.loading.leave(holder)
@@ -357,9 +357,9 @@ class ControlPlane(QueueController):
                     self.activity.left_out += len(self.deaths.record(lease.task, rows, isolates=draws))
                 stream.tasks.give_up(stream.tasks.leases.of(holder))
             # A worker that never registered has no blocks.
-            if gone is not None:
-                referenced = {block.name for block in self.held.counts if block.address == gone.address}
-                self.data.abandon(gone.address, holder, referenced)
+            if departing is not None:
+                referenced = {block.name for block in self.held.counts if block.address == departing.address}
+                self.data.abandon(departing.address, holder, referenced)
 
     def train_again(self, version: int) -> bool:
         """Repeat the training towards the version after this one, with the same rows.

@@ -137,10 +137,10 @@ class GenerateLoop:
         Rows in a pending report are excluded: the queue refuses their report.
         """
         reported = {key for keys in self.reporting.values() for key in keys}
-        gone = [key for key in self.flight if key[0] in answer.lost] if answer.lost else []
+        lost_keys = [key for key in self.flight if key[0] in answer.lost] if answer.lost else []
         dropped = ((lease, position) for lease, positions in answer.dropped for position in positions)
-        gone += [key for key in dropped if key in self.flight]
-        return [key for key in gone if key not in reported]
+        lost_keys += [key for key in dropped if key in self.flight]
+        return [key for key in lost_keys if key not in reported]
 
     # Rows
 
@@ -292,19 +292,19 @@ class GenerateLoop:
         """End rows that this worker has lost: selection dropped them, or another worker generates them."""
         if not keys:
             return
-        gone = set(keys)
-        for key in gone:
+        lost_keys = set(keys)
+        for key in lost_keys:
             self.leases[key[0]].ended += self.flight[key] is None
-        uids = [uid for uid, key in self.keys.items() if key in gone]
+        uids = [uid for uid, key in self.keys.items() if key in lost_keys]
         for uid in uids:
             del self.keys[uid]
-        tasks = [self.episodes[key] for key in gone if key in self.episodes]
+        tasks = [self.episodes[key] for key in lost_keys if key in self.episodes]
         for task in tasks:
             task.cancel()
         # Not as a task: until that began, the engine could end one of the rows.
         await self.resuming_engine.withdraw(uids)
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._forget(gone)
+        self._forget(lost_keys)
 
     def _forget(self, keys: Collection[Key]) -> None:
         for key in keys:
@@ -331,8 +331,8 @@ class GenerateLoop:
         """Return the sources of the changed weights of an order for engines of this process, by role, and their
         bytes.
         """
-        here = self.generation.engines
-        return {role: (source_of(location), location.bytes) for role, _, location in weights if role in here}
+        engines = self.generation.engines
+        return {role: (source_of(location), location.bytes) for role, _, location in weights if role in engines}
 
     async def _receive(self, work: Receive) -> None:
         """Start to receive a version into host memory while the engine generates; a local file needs no transfer."""

@@ -115,11 +115,11 @@ def worker_groups(deployment: Deployment) -> list[Group]:
     for pool in deployment.pools:
         names = tuple(consumers_of[pool.name])
         if pool.generating:
-            role, *others = pool.generating
+            role, *further = pool.generating
             nodes = deployment.engines.nodes
-            if nodes > 1 and others:
-                raise UserError(f"rollout.nodes={nodes} is for engines of one role, and {others[0]} plays with {role}")
-            groups.append(Group(pool.name, "generate", role, names, pool.workers, nodes=nodes, policies=tuple(others)))
+            if nodes > 1 and further:
+                raise UserError(f"rollout.nodes={nodes} is for engines of one role, and {further[0]} plays with {role}")
+            groups.append(Group(pool.name, "generate", role, names, pool.workers, nodes=nodes, policies=tuple(further)))
             continue
         (role,), layout = pool.roles, settings_of(pool.name, config).layout
         divided = not layout.is_replicated or (layout.data or 1) > 1

@@ -42,11 +42,11 @@ def ask(run: Path, more: int, group: str, limit_s: float | None = None) -> str:
                 f"{run} did not answer within {limit_s:g} s{reason}; engines join and leave a run while it runs"
             )
         time.sleep(LOOK_EVERY_S)
-    told = json.loads(answer.read_text(encoding="utf-8"))
+    outcome = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink()
-    if "refused" in told:
-        raise UserError(told["refused"])
-    return str(told["done"])
+    if "refused" in outcome:
+        raise UserError(outcome["refused"])
+    return str(outcome["done"])
 
 
 def answer_requests(run: Path, resize: Callable[[str, int], str]) -> list[str]:

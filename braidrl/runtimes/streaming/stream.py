@@ -271,8 +271,10 @@ class Stream:
                 self.schedule.judged(name, rows)
                 continue
             reasons = dropped(stage, index)
-            gone = [position for position, uid in enumerate(rows) if uid[1] in reasons]
-            self.schedule.judged(name, rows, reasons, scores_by_group(index.take(gone)) if gone else {})
+            dropped_positions = [position for position, uid in enumerate(rows) if uid[1] in reasons]
+            self.schedule.judged(
+                name, rows, reasons, scores_by_group(index.take(dropped_positions)) if dropped_positions else {}
+            )
 
     def close(self) -> list[Block] | None:
         """End selection if it is complete; return the blocks to free, or None."""

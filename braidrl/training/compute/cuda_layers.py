@@ -130,14 +130,14 @@ def forward_of(kind: Any, kernels: LayerKernels) -> Any:
         return module.down_proj(multiplied)
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        turn = kernels.rotate if fits(kernels, query, key) and cos.dtype == query.dtype else theirs
+        turn = kernels.rotate if fits(kernels, query, key) and cos.dtype == query.dtype else rotary_of_class
         return turn(query, key, cos, sin)
 
     if kind.__name__ not in ATTENTIONS:
         return norm if kind.__name__ in NORMS else gate
     # A copy of the layer's forward with another rotary function; transformers' class stays unchanged.
     plain: Any = inspect.unwrap(kind.forward)
-    theirs = plain.__globals__[ROTARY]
+    rotary_of_class = plain.__globals__[ROTARY]
     names = {**plain.__globals__, ROTARY: rotate}
     copied = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
     copied.__kwdefaults__ = plain.__kwdefaults__

@@ -42,10 +42,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     module, possibly with adapters.
     """
     downs, ups = getattr(self, DOWN, {}), getattr(self, UP, {})
-    many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
+    has_many_rows = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
     exact = is_batch_invariant(self, hidden_states)
     # On the meta device grouped products support only bfloat16.
-    counted = exact or many or hidden_states.dtype is torch.float64
+    counted = exact or has_many_rows or hidden_states.dtype is torch.float64
     is_plain = hidden_states.dtype is torch.bfloat16 if hidden_states.is_meta else not counted
     if is_plain and not downs:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)

@@ -193,10 +193,10 @@ class Vocabulary:
             shards = [torch.empty_like(log_sum) for _ in range(self.group.size())]
             dist.all_gather(shards, log_sum, group=self.group)
             log_sum = torch.stack(shards).logsumexp(0)
-        columns, here = self.columns(targets, logits)
+        columns, is_local = self.columns(targets, logits)
         at_target = logits.gather(-1, columns[:, None]).squeeze(-1)
-        if here is not None:
-            at_target = at_target * here
+        if is_local is not None:
+            at_target = at_target * is_local
             dist.all_reduce(at_target, group=self.group)
         logits.sub_(log_sum[:, None])
         entropy = -(logits.exp() * logits).sum(-1)
@@ -218,8 +218,8 @@ class Vocabulary:
         dtype, logits = logits.dtype, self.scaled(logits, temperature)
         slope = None if self.cap is None else 1 - (logits / self.cap).square_()
         logits.sub_(log_sum[:, None])
-        columns, here = self.columns(targets, logits)
-        at_target = grad_log_prob if here is None else grad_log_prob * here
+        columns, is_local = self.columns(targets, logits)
+        at_target = grad_log_prob if is_local is None else grad_log_prob * is_local
         # Written over the log-softmax.
         if grad_entropy is None:
             grad = logits.exp_().mul_(-grad_log_prob[:, None])
@@ -244,8 +244,8 @@ class Vocabulary:
         if self.group is None:
             return targets, None
         columns = targets - self.start
-        here = (columns >= 0) & (columns < logits.shape[1])
-        return columns.where(here, 0), here
+        is_local = (columns >= 0) & (columns < logits.shape[1])
+        return columns.where(is_local, 0), is_local
 
 
 def chunks(tokens: int, vocabulary: int, elements: int) -> list[slice]:

@@ -68,9 +68,9 @@ class Cohorts:
         return hidden
 
     def end(self, slots: Iterable[int]) -> None:
-        gone = set(slots)
+        removed = set(slots)
         for cohort in self._cohorts:
-            kept = [row for row, slot in enumerate(cohort.slots) if slot not in gone]
+            kept = [row for row, slot in enumerate(cohort.slots) if slot not in removed]
             if 0 < len(kept) < len(cohort.slots):
                 rows = torch.tensor(kept + kept[:1] * (-len(kept) % ROWS), device=self._model.device)
                 if cohort.cache is not None:

@@ -153,8 +153,8 @@ class ModelImages:
         # Adjacent images would count as one there: a text token is inserted between them, and its position is removed
         # afterwards.
         touching = [span.start for span in spans if span.start and bool(mask[span.start - 1 : span.start + 1].all())]
-        first, *others = torch.arange(len(ids)).tensor_split(touching)
-        source = torch.cat([first, *(pad(part, (1, 0), value=-1) for part in others)])
+        first, *later_parts = torch.arange(len(ids)).tensor_split(touching)
+        source = torch.cat([first, *(pad(part, (1, 0), value=-1) for part in later_parts)])
         kept = source >= 0
         types = (mask[source] & kept)[None].int()
         counted, _ = base.get_rope_index(ids[source][None], mm_token_type_ids=types, image_grid_thw=grids)

@@ -258,9 +258,11 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
     ]
 
 
-def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def distance(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the greatest absolute difference of two lists of tensors; infinity for NaN."""
-    greatest = max(float((a - b).detach().abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))
+    greatest = max(
+        float((a - b).detach().abs().max()) if a.numel() else 0.0 for a, b in zip(ours, expected, strict=True)
+    )
     return greatest if greatest == greatest else float("inf")
 
 
@@ -346,9 +348,9 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     decoding = decoding_finding(twin, plan)
     rows = ForwardPlan(by_rows=True)
     if not decoding.holds and not plan.by_rows and (by_decoding := decoding_finding(twin, rows)).holds:
-        others = packed_findings(twin, twin.model(rows))
-        if all(finding.holds for finding in others):
-            return rows, [*others, by_decoding]
+        findings_without_mixers = packed_findings(twin, twin.model(rows))
+        if all(finding.holds for finding in findings_without_mixers):
+            return rows, [*findings_without_mixers, by_decoding]
     return plan, [*findings, decoding]
 
 

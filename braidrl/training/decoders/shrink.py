@@ -258,11 +258,11 @@ class _Sizes(NamedTuple):
         keys = next((settings[n] for n in KEY_HEADS if isinstance(settings.get(n), int) and settings[n] > 0), heads)
         width = next((settings[n] for n in WIDTHS if isinstance(settings.get(n), int)), 64)
         few = min(keys, 2)
-        many = few * max(1, min(heads // keys, 4))
+        heads_of_queries = few * max(1, min(heads // keys, 4))
         if not any(name in settings for name in KEY_HEADS):
-            many = few = min(heads, 4)  # CodeGen interleaves its heads in four parts
+            heads_of_queries = few = min(heads, 4)  # CodeGen interleaves its heads in four parts
         base = settings.get("head_dim") or head_width
-        return _Sizes(width, max(many * head_width, 32), many, few, head_width, base)
+        return _Sizes(width, max(heads_of_queries * head_width, 32), heads_of_queries, few, head_width, base)
 
     def small_value(self, name: str, value: int) -> int:
         is_kept = KEPT.search(name)

@@ -171,11 +171,11 @@ class ShardedAttention(AttentionContext):
         for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
             assigned[number] = held.index(min(held))
             held[assigned[number]] += lengths[number]
-        mine = [length for length, owner in zip(lengths, assigned, strict=True) if owner == rank]
+        local_lengths = [length for length, owner in zip(lengths, assigned, strict=True) if owner == rank]
         owner = torch.tensor(assigned).repeat_interleave(torch.tensor(lengths)).view(len(held), -1)
         order = owner[rank].argsort(stable=True)
         return (
-            PackedSequences.of(mine or [1], device, self.sequences.keep_scores),
+            PackedSequences.of(local_lengths or [1], device, self.sequences.keep_scores),
             order.to(device),
             order.argsort().to(device),
             owner[rank].bincount(minlength=len(held)).tolist(),
