@@ -97,8 +97,10 @@ def trl_flow(keys: Mapping[str, Any]) -> str:
         return "reward_model" if words[-1] == "reward" else str(words[-1])
     if any(key in keys for key in ("num_generations", "max_completion_length", "reward_funcs", "epsilon")):
         return "grpo"
-    if any(key in keys for key in ("beta", "label_smoothing", "precompute_ref_log_probs", "ld_alpha")):
+    if any(key in keys for key in ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "ld_alpha")):
         return "dpo"
+    if "center_rewards_coefficient" in keys:
+        return "reward_model"
     return "sft"
 
 
@@ -136,6 +138,8 @@ def finish_verl(imported: Imported) -> None:
 
 def finish_trl(imported: Imported) -> None:
     import_rules.trl_batch(imported)
+    if COMMAND_LINE not in imported.given and imported.flow not in ("grpo", "rloo"):
+        imported.advice["flow"] = f"{imported.flow} is a guess: a YAML file of TRL does not name its trainer"
     import_rules.loss_alone(imported)
 
 
@@ -298,8 +302,11 @@ def training_of(words: list[str], path: Path) -> tuple[Framework, dict[str, Any]
         begin = words.index("launch") + 1 if "launch" in words[:at] else 0
         launched = dict(arguments([word for word in words[begin:at] if word.startswith("-") or begin]))
         keys = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
-        if framework.name == "TRL" and begin:
-            keys = {**launched, **keys}
+        if framework.name == "TRL":
+            keys = {**launched, **keys} if begin else keys
+            # `--no_x` sets x to false.
+            for key in [key for key in keys if key.startswith("no_") and key[3:] in framework.table]:
+                keys[key[3:]] = not keys.pop(key)
         if file is not None and framework.name in ("TRL", "AReaL"):
             keys.pop("--config", keys.pop("config", None))  # of `--config=FILE` in overrides, and of arguments
             keys = {**(named or read_source(file))[1], **keys}
@@ -345,7 +352,10 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     notes = written.pop(NOTES, {})
     names = {key: framework.names.get(key, key) for key in written}
     source_keys = {names[key]: number_of(value) for key, value in written.items()}
-    defaults = {key: row["default"] for key, row in framework.table.items() if "default" in row}
+    # The recipe follows from what the source states, and some defaults from the recipe.
+    flow = framework.flow(source_keys)
+    defaults = {key: default_of(row["default"], flow) for key, row in framework.table.items() if "default" in row}
+    defaults = {key: value for key, value in defaults.items() if value is not None}
     source_keys = {key: referred(value, defaults | source_keys) for key, value in source_keys.items()}
     usable = {
         key: value
@@ -356,7 +366,7 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     order = {key: number for number, key in enumerate(framework.table)}
     keys = sorted(defaults | usable, key=lambda key: order.get(key, len(order)))
     imported = Imported(defaults | usable, path.parent)
-    imported.flow = imported.made["flow"] = framework.flow(imported.given)
+    imported.flow = imported.made["flow"] = flow
     outcomes = {key: translate(framework, imported, key) for key in keys}
     framework.finish(imported)
     for key, outcome in outcomes.items():
@@ -381,6 +391,11 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     if "trainer.steps" not in imported.made and not is_advised:
         outcomes["trainer.steps"] = KeyOutcome(DECIDE, f"{framework.name} counts epochs; write trainer.steps")
     return nested(imported.made), outcomes
+
+
+def default_of(value: Any, flow: str) -> Any:
+    """Return a key's default, which a table may give by recipe, with one for `other` recipes."""
+    return value.get(flow, value["other"]) if isinstance(value, dict) else value
 
 
 def number_of(value: Any) -> Any:

@@ -601,7 +601,7 @@ def schedule(imported: Imported, value: Any, to: str) -> Any:
     names = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "wsd": None}
     name = names.get(str(value), str(value))
     if value == "cosine_with_min_lr":
-        imported.advice["lr_scheduler"] = "Braid's cosine ends at 0, not at a smallest rate"
+        imported.advice[imported.key] = "Braid's cosine ends at 0, not at a smallest rate"
     return name if name in ("constant", "linear", "cosine") else Decide("constant, linear or cosine")
 
 

@@ -180,6 +180,30 @@ def test_trls_mixtures_and_names_of_rewards_keep_what_is_known(tmp_path: Path) -
     assert "columns" in outcomes["dataset_mixture"].text and "tag_count" in outcomes["reward_funcs"].text
 
 
+TRL_FILES = {
+    "beta: 0.01\nloss_type: sigmoid\n": ("dpo", 1e-6, 2),
+    "loss_type: sigmoid\n": ("dpo", 1e-6, 2),
+    "packing: true\n": ("sft", 2e-5, 1),
+    "center_rewards_coefficient: 0.01\n": ("reward_model", 1e-4, 2),
+    "reward_funcs: accuracy_reward\n": ("grpo", 1e-6, 8),
+}
+
+
+@pytest.mark.parametrize("keys", TRL_FILES)
+def test_the_trainer_of_a_yaml_file_of_trl_follows_from_what_it_states(keys: str, tmp_path: Path) -> None:
+    text = f"model_name_or_path: m\ndataset_name: a/b\nmax_steps: 3\nper_device_train_batch_size: 4\n{keys}"
+    config, outcomes = imported(tmp_path, "trl.yaml", text)
+    assert (config.flow, config.trainer.learning_rate, config.rollout.samples_per_prompt) == TRL_FILES[keys]
+    assert config.algorithm.get("beta", 0.1) == (0.01 if "0.01\nl" in keys else 0.1)
+    assert ("guess" in outcomes["flow"].text) if config.flow != "grpo" else "flow" not in outcomes
+
+
+def test_trls_negated_arguments_and_betas_default_are_read(tmp_path: Path) -> None:
+    text = "trl dpo --model_name_or_path m --dataset_name a/b --max_steps 3 --no_remove_unused_columns --no_bf16"
+    config, outcomes = imported(tmp_path, "run.sh", text)
+    assert config.algorithm["beta"] == 0.1 and {"remove_unused_columns", "bf16"} <= outcomes.keys()
+
+
 ARRAYS = {
     "sums and defaults": ('A=(--n $((2*(3+4))) --m "$(( 1 + 1 ))")', ["--n", "14", "--m", "2"]),
     "declared": (
