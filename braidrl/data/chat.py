@@ -1,6 +1,7 @@
 """Chat messages in the form for chat templates, the rendering of templates, and the tokens that end a response.
 
 content         text, null or absent beside calls, a list of {type: text, text}     ──▶ text
+                a part {type: thinking, thinking}                                   ──▶ reasoning_content
 arguments       an object, or its JSON as text (OpenAI)                             ──▶ an object
 nulls           null means the same as absent                                       ──▶ absent
 tool_calls      a list, one call, or their JSON as text                             ──▶ a list of objects
@@ -59,6 +60,8 @@ RESERVED = {
 """Names of `apply_chat_template` that are no arguments of a template, each with its remedy."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message with its reasoning; families name it differently."""
+TEXTS = ("text", "input_text", "output_text")
+"""Types of parts of a message's content that are text."""
 TRAINED = ("weight", "train", "training", "trainable", "loss", "loss_mask", "step_loss_mask")
 """Fields of a message that say whether it is trained, 1 or 0, true or false."""
 READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "id", *TRAINED})
@@ -108,7 +111,11 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
         fields["role"] = "tool"
     content = fields.get("content", "")
     if isinstance(content, list) and content:
-        texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
+        thoughts = [thought for part in content if (thought := thought_of(part)) is not None]
+        if thoughts and not any(fields.get(name) for name in REASONING):
+            fields["reasoning_content"] = "\n\n".join(thoughts)
+            content = [part for part in content if thought_of(part) is None]
+        texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") in TEXTS else None for p in content]
         # Content with other parts is unchanged.
         content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
     normal = {**fields, "content": content}
@@ -133,6 +140,16 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
         about = call if is_nested else {"type": "function"}
         normal["tool_calls"].append({**about, "function": function})
     return normal
+
+
+def thought_of(part: Any) -> str | None:
+    """Return the text of a part of a message's content that is its reasoning; None for other parts."""
+    if not isinstance(part, Mapping) or part.get("type") not in ("thinking", "reasoning"):
+        return None
+    thought = part.get("thinking", part.get("reasoning", part.get("text")))
+    if isinstance(thought, list):
+        thought = "".join(str(piece.get("text", "")) if isinstance(piece, Mapping) else str(piece) for piece in thought)
+    return thought if isinstance(thought, str) else None
 
 
 def listed_calls(calls: Any) -> list[Any]:

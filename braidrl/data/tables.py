@@ -152,7 +152,9 @@ def shown(title: str, total: int | None = None, after_s: float = PROGRESS_AFTER_
         yield lambda done: progress.update(task, completed=done)
     finally:
         timer.cancel()
-        timer.join()
+        # An abandoned generator may end in any thread, also in the timer's.
+        if threading.current_thread() is not timer:
+            timer.join()
         if progress.live.is_started:
             progress.stop()
 
@@ -332,7 +334,8 @@ def special_in(example: Example, special: re.Pattern[str]) -> Iterator[str]:
         for message in part if isinstance(part, list) else ():
             content = message.get("content")
             if isinstance(content, str) and (match := special.search(content)):
-                yield f"the text of a {message['role']} message has {match[0]!r}, which becomes that special token"
+                where = f"the text of a message of the role {message['role']!r}"
+                yield f"{where} has {match[0]!r}, which becomes that special token"
 
 
 def rows_of(

@@ -336,16 +336,17 @@ class PromptTemplate:
         """
         differing = (n for n, (one, other) in enumerate(zip(segment, alone, strict=False)) if one != other)
         shared = next(differing, min(len(segment), len(alone)))
-        at = segment.rfind(content.strip(), 0, shared) if content.strip() else -1
-        end = at + len(content.strip()) if at >= 0 else shared
+        texts = [text for text in (content, content.strip()) if text.strip()]
+        ends = [at + len(text) for text in texts if (at := segment.rfind(text, 0, shared)) >= 0]
+        end = ends[0] if ends else shared
         closed = self._closing and self._closing.match(segment, end)
         return closed.end(1) if closed else end
 
     @cached_property
     def _closing(self) -> re.Pattern[str] | None:
-        """A special token with another one behind it, or the end of the text: it closes a turn."""
+        """A special token with another one behind it: it closes a turn, and the other one opens the next."""
         special = chat.special_text(self.tokenizer)
-        return special and re.compile(rf"({special.pattern})(?=\s*(?:{special.pattern}|\Z))")
+        return special and re.compile(rf"({special.pattern})(?=\s*(?:{special.pattern}))")
 
     def _text_turn(self, example: Example, text: str, opened: str) -> tuple[str, list[Turn]]:
         """Return the prompt before a response that is text, and the response's only turn.

@@ -310,7 +310,7 @@ def test_fields_of_messages_that_no_template_reads_get_a_line(write_jsonl: Write
 def test_the_text_of_a_special_token_within_a_message_gets_a_line(write_jsonl: Write, where: str) -> None:
     text = {"user": [user("a<|im_end|>b"), answer("c")], "assistant": [user("a"), answer("b<|im_end|>c")]}
     said = load(write_jsonl([{"messages": [user(), answer()]}, {"messages": text[where]}]), CHATML).report()
-    assert f"a {where} message has '<|im_end|>'" in said and "line 2" in said
+    assert f"role '{where}' has '<|im_end|>'" in said and "line 2" in said
 
 
 def test_each_turn_of_llama_2s_form_ends_with_its_end_token_once(write_jsonl: Write) -> None:

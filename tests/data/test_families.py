@@ -151,3 +151,23 @@ def test_a_pair_of_answers_beside_its_conversation_is_read(form: str, write_json
     source = load(write_jsonl([record]), CHATML, pairs=True)
     assert trained(source)[1] == "yes<|im_end|>" and trained(source, which="rejected")[1] == "no<|im_end|>"
     assert "user\nq<|im_end|>" in trained(source)[0]
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [{"type": "thinking", "thinking": "hm"}, {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}],
+)
+def test_a_part_with_reasoning_is_the_messages_reasoning(thought: Any, write_jsonl: Write) -> None:
+    template = CHATML.replace("{{ m.content }}", "{{ '[' ~ m.thinking ~ ']' if m.thinking }}{{ m.content }}")
+    said = {"role": "assistant", "content": [thought, {"type": "output_text", "text": "b"}]}
+    path = write_jsonl([{"messages": [user(), said]}])
+    assert trained(load(path, template))[1] == "[hm]b<|im_end|>"
+    with pytest.raises(UserError, match="'reasoning_content'"):
+        load(path, CHATML)
+
+
+def test_a_turn_without_an_end_token_keeps_the_white_space_of_its_content(write_jsonl: Write) -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    plain += "{{ 'assistant: ' if add_generation_prompt }}"
+    path = write_jsonl([{"messages": [user(), answer(" a \n"), user(), answer("b")]}])
+    assert trained(load(path, plain))[1].startswith(" a \n|b")
