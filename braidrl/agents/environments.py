@@ -7,6 +7,7 @@
 `gem:name`          an environment of gem-llm
 `mcp:server`        the tools of an MCP server, a command or an address
 `openenv:address`   an environment of an OpenEnv server
+`textarena:name`    a game of textarena, of one player or of several roles
 
 `agent:module:function` is a whole agent, not an environment; see `player`. So is `verifiers:name`, an environment with
 its own loop.

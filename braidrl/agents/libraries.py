@@ -1,5 +1,5 @@
-"""Environments of other libraries: games of gem-llm, tools of an MCP server, environments of an OpenEnv server, and
-environments of `verifiers`, which run their own loop.
+"""Environments of other libraries: games of gem-llm and textarena, tools of an MCP server, environments of an OpenEnv
+server, and environments of `verifiers`, which run their own loop.
 
 Each library is a value of `LIBRARIES`. `environments` looks a name's scheme up there, and calls its `find` with the
 rest of the name and the settings, if the library is installed. `find` imports the library: the processes of
@@ -7,6 +7,7 @@ trajectories are copies of the one that called it, and would otherwise import it
 """
 
 import asyncio
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -14,13 +15,14 @@ import json
 import logging
 import os
 import random
+import re
 import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -34,8 +36,31 @@ from braidrl.rewards.verifiers import Score
 HTTP, WEBSOCKET = ("http://", "https://"), ("ws://", "wss://")
 NOT_SAID = ("metadata",)
 """Fields of an OpenEnv observation that are not for the model."""
-# gem uses the process's random state, which all of its environments share.
-GEM_LOCK = threading.Lock()
+RANDOM_LOCK = threading.Lock()
+
+
+class OwnRandomNumbers:
+    """The random state of one environment whose library uses that of the process."""
+
+    def __init__(self) -> None:
+        self._state: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Use this state for the process's random numbers."""
+        import numpy as np
+
+        with RANDOM_LOCK:
+            outside = (random.getstate(), np.random.get_state())
+            if self._state is not None:
+                random.setstate(self._state[0])
+                np.random.set_state(self._state[1])
+            try:
+                yield
+            finally:
+                self._state = (random.getstate(), np.random.get_state())
+                random.setstate(outside[0])
+                np.random.set_state(outside[1])
 
 
 def gem(name: str, /, **settings: Any) -> Callable[[], "GemEnvironment"]:
@@ -62,38 +87,22 @@ class GemEnvironment:
 
     name: str
     settings: Mapping[str, Any]
-    _random: tuple[Any, Any] | None = None
+    _random: OwnRandomNumbers = field(default_factory=OwnRandomNumbers)
     _environment: Any = None
 
     def reset(self, example: dict[str, Any]) -> str:
         """Start with the example's seed, and return the instructions."""
-        with self._own_random_numbers():
+        with self._random.used():
             self._environment = load_gem().make(self.name, **self.settings)
             instructions, info = self._environment.reset(seed=example["seed"])
         return "\n".join(filter(None, (instructions, info.get("suffix"))))
 
     def step(self, text: str) -> Observation:
-        with self._own_random_numbers():
+        with self._random.used():
             observed, reward, terminated, truncated, info = self._environment.step(text)
         # gem's request for the next action is separate from its observation.
         observed = "\n".join(filter(None, (observed, info.get("suffix"))))
         return Observation(observed, float(reward), bool(terminated or truncated))
-
-    @contextmanager
-    def _own_random_numbers(self) -> Iterator[None]:
-        import numpy as np
-
-        with GEM_LOCK:
-            outside = (random.getstate(), np.random.get_state())
-            if self._random is not None:
-                random.setstate(self._random[0])
-                np.random.set_state(self._random[1])
-            try:
-                yield
-            finally:
-                self._random = (random.getstate(), np.random.get_state())
-                random.setstate(outside[0])
-                np.random.set_state(outside[1])
 
 
 def load_gem() -> ModuleType:
@@ -106,6 +115,64 @@ def load_gem() -> ModuleType:
     finally:
         root.setLevel(before[0])
         root.handlers[:] = before[1]
+
+
+def textarena(name: str, /, *, policies: Sequence[str] = (), **settings: Any) -> Callable[[], "TextArenaGame"]:
+    """Return a factory of games of `textarena:name`, such as `textarena:GuessTheNumber-v0`.
+
+    `policies` are the roles that play against each other; without them the game has one player. `settings` are those
+    of the game. Raises UserError if there is no such game, or it cannot be made.
+    """
+    games = importlib.import_module("textarena")
+    registry = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
+    if name not in registry:
+        raise UserError(f"textarena has no game {name!r}. {suggest(name, registry)}")
+    try:
+        game = games.make(name, **settings)
+        TextArenaGame(copy.deepcopy(game), policies).reset({"seed": 0})
+    except Exception as error:
+        reason = " ".join(re.sub(r"\x1b\[\d+m|\*", "", str(error)).split())[:200]
+        raise UserError(f"environment textarena:{name} cannot be made: {type(error).__name__}: {reason}") from error
+    return lambda: TextArenaGame(copy.deepcopy(game), policies)
+
+
+class TextArenaGame:
+    """A game of textarena with its own random state.
+
+    A player reads what the game and the other players have said since its last turn, without its own words. The group's
+    seed chooses which of the roles is which player.
+    """
+
+    def __init__(self, game: Any, policies: Sequence[str] = ()) -> None:
+        self._game, self._random, self._policies = game, OwnRandomNumbers(), list(policies)
+        self._messages, wrapper = game, importlib.import_module("textarena").Wrapper
+        while isinstance(self._messages, wrapper):  # these repeat the game's whole history
+            self._messages = self._messages.env
+
+    def reset(self, example: dict[str, Any]) -> Observation:
+        """Start with the example's seed, and return what the first player reads."""
+        with self._random.used():
+            random.seed(example["seed"])
+            random.shuffle(self._policies)
+            self._game.reset(num_players=max(1, len(self._policies)), seed=example["seed"])
+            return self._turn()
+
+    def step(self, text: str) -> Observation:
+        with self._random.used():
+            player = self._messages.state.current_player_id
+            done, _ = self._game.step(text)
+            if not done:
+                return self._turn()
+            rewards = {number: float(reward) for number, reward in (self._game.close()[0] or {}).items()}
+        others = {role: rewards.get(n, 0.0) for n, role in enumerate(self._policies) if n != player}
+        return Observation(reward=rewards.get(player, 0.0), done=True, rewards=others)
+
+    def _turn(self) -> Observation:
+        """Return what the next player reads."""
+        player, messages = self._messages.get_observation()
+        names = self._messages.state.role_mapping
+        said = [f"[{names.get(by, f'Player {by}')}] {text}" for by, text, *_ in messages if by != player]
+        return Observation("\n".join(said), policy=self._policies[player] if self._policies else None)
 
 
 def mcp(
@@ -300,6 +367,7 @@ LIBRARIES = {
     "gem": Library(gem, "gem", "gem-llm", "`pip install 'braidrl[gem]'`"),
     "mcp": Library(mcp, "mcp", "mcp", "`pip install 'braidrl[mcp]'`"),
     "openenv": Library(openenv, "openenv", "openenv", f"`pip install openenv`{COLLIDES}"),
+    "textarena": Library(textarena, "textarena", "textarena", "`pip install textarena`"),
     "verifiers": Library(
         verifiers, "verifiers.v1", "verifiers", f"`pip install 'verifiers>=0.4'`{COLLIDES}", is_agent=True
     ),

@@ -149,7 +149,7 @@ class ClusterConfig(Section):
     """Seconds without a message from a worker after which the run ends."""
 
 
-LIBRARIES = ("agent", "gem", "mcp", "openenv", "verifiers")
+LIBRARIES = ("agent", "gem", "mcp", "openenv", "textarena", "verifiers")
 """Keys of `rollout.environment` that name an environment of a library, or an agent."""
 
 
@@ -158,9 +158,10 @@ class EnvironmentConfig(SandboxConfig):
 
     short_for = {str: "name"}
     name: str | None = None
-    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `verifiers:name` or
-    `agent:module:function`, for generate stages that do not name one. It gives the score and the reward; the flow's
-    `verify` is then omitted. `{gem: name}` is the same as `{name: "gem:name"}`, and so for each library and `agent`.
+    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `textarena:name`,
+    `verifiers:name` or `agent:module:function`, for generate stages that do not name one. It gives the score and the
+    reward; the flow's `verify` is then omitted. `{gem: name}` is the same as `{name: "gem:name"}`, and so for each
+    library and `agent`.
     """
     params: dict[str, Any] = {}
     """Keyword arguments for it."""

@@ -222,6 +222,9 @@ def hostile(library: str, fails: bool) -> Iterator[dict[str, Any]]:
     if library in ("gem:", "gem:rg:"):
         pytest.importorskip("gem", reason="gem-llm is not installed")
         yield {"name": f"{library}hostile", "python": sys.executable, "variables": ["HOSTILE"]}
+    elif library == "textarena:":
+        need(OPENENV)
+        yield {"name": "textarena:hostile", "python": str(OPENENV), "variables": ["HOSTILE"]}
     elif library == "verifiers:":
         need(VERIFIERS)
         rewards = ["setup"] if fails else ["fine", "setup", "nan", "sleeps"]
@@ -239,14 +242,15 @@ def hostile(library: str, fails: bool) -> Iterator[dict[str, Any]]:
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fails", [False, True], ids=["some", "all"])
-@pytest.mark.parametrize("library", ["gem:", "gem:rg:", "mcp:", "openenv:", "verifiers:"])
+@pytest.mark.parametrize("library", ["gem:", "gem:rg:", "mcp:", "openenv:", "textarena:", "verifiers:"])
 def test_a_run_counts_what_a_library_does_to_it_and_ends_with_a_reason_if_all_rows_fail(
     library: str, fails: bool, tmp_path: Path
 ) -> None:
     tool_arithmetic.prepare(tmp_path / "task", 0)
+    plugin = ROOT / "tests" / "attacks" / f"{library.partition(':')[0]}_plugin"
     variables = {
         **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'attacks' / 'gem_plugin'}" if "gem" in library else str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{plugin}" if plugin.is_dir() else str(ROOT),
         "HOSTILE": "raises" if fails else KINDS,
     }
     # A row of verifiers starts a program, which takes two seconds of a processor.
