@@ -24,7 +24,7 @@ from braidrl.training.backends import supported
 from braidrl.training.decoders.shrink import EXPERTS
 from braidrl.training.parallel.experts import check_experts
 from braidrl.training.pretrained import model_settings
-from braidrl.training.role_settings import inference_layouts, settings_of
+from braidrl.training.role_settings import inference_layouts, settings_of, sharing_base
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import TRANSPORTS
 
@@ -253,8 +253,7 @@ class Deployment:
         """Return the roles whose adapters one engine serves on one base model; empty if each role has its own
         engine.
         """
-        together = [policies_of(stage) for stage in self.stages] if self.config.rollout.shared_base else []
-        return tuple(dict.fromkeys(role for roles in together if len(roles) > 1 for role in roles))
+        return sharing_base(self.config, self.stages)
 
     def _sharing_faults(self) -> Iterator[str]:
         """Yield the reasons why policies cannot share the base weights of one engine."""
@@ -269,11 +268,11 @@ class Deployment:
                 yield f"{key}: {role} adapts experts; remove it, or those lora.targets"
             if settings.model != settings_by_role[roles[0]].model:
                 yield f"{key}: {role} and {roles[0]} have other models; write one for both, or remove {key}"
-        for role in roles:
-            if role not in self.flow.trained_roles:
-                yield f"{key}: no loss trains {role}, so it has no adapters of its own; remove it"
-        for stage in self.flow.stages if self.mode.concurrent else ():
-            if (source := stage.params.get("source")) in roles:
+        for stage in self.flow.stages:
+            source, role = stage.params.get("source"), str(stage.role)
+            if role in roles and source is not None:
+                yield from self._copying_faults(stage.name, role, str(source), stage.params.get("decay", 0.0))
+            elif source in roles and self.mode.concurrent:
                 yield f"{key}: {stage.name} takes the weights of {source}, which publishes adapters alone; remove it"
         home, kind = self.engines.home, self.engines.kind
         hosted = kind == "vllm" and home == "processes" and not self.mode.concurrent
@@ -284,6 +283,18 @@ class Deployment:
             )
         if roles and self.resident_gib is not None:
             yield f"{key}: weights that roles share are not offloaded; remove it, or trainer.resident_gib"
+
+    def _copying_faults(self, stage: str, role: str, source: str, decay: float) -> Iterator[str]:
+        """Yield why a role that shares a base cannot take the adapters of another."""
+        key = "rollout.shared_base"
+        adapters = [settings_of(name, self.config).lora for name in (role, source)]
+        shapes = [lora and lora.model_dump(exclude={"adapter"}) for lora in adapters]
+        if source not in self.shared_base:
+            yield f"{key}: {stage} takes the weights of {source}, which is not on the base of {role}; remove it"
+        elif shapes[0] != shapes[1]:
+            yield f"{key}: {stage} copies adapters, and those of {role} and {source} differ; write one `lora` for both"
+        if decay:
+            yield f"{key}: {stage} copies adapters, whose mean is not that of the weights; remove `decay`"
 
     @property
     def resident_gib(self) -> float | None:

@@ -295,7 +295,8 @@ class StageExecutor:
         worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
         if (worker.role, source) not in self.role_copies:  # once: ranks must agree on every move
             self.role_copies[worker.role, source] = RoleCopy(worker, torch_worker(self.workers[source]))
-        self.role_copies[worker.role, source].move(stage.params.get("decay", 0.0))
+        volume = self.role_copies[worker.role, source].move(stage.params.get("decay", 0.0))
+        self.generation.moves.sums.add(f"weights/{worker.role}/copied", volume.received + volume.stayed)
 
     def publish(self, version: int) -> None:
         self.residency.before_publication()

@@ -71,6 +71,8 @@ class BackendSpec:
     """True for a frozen copy of a trained role's weights."""
     is_scalar: bool = False
     """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
+    shares_base: bool = False
+    """True for a role whose adapters are on a base that other roles share."""
     path: Path = field(init=False)
     """The model's Hugging Face directory."""
     dtype: torch.dtype = field(init=False)
@@ -85,6 +87,11 @@ class BackendSpec:
         settings = settings_of(self.role, self.config)
         self.path, self.dtype, self.learning_rate = settings.model.expanduser(), settings.dtype, settings.learning_rate
         self.device, self.layout = choose_device(self.config.device), settings.layout.resolve(self.ranks.size)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Return whether the model has the adapters that are configured, if any."""
+        return self.train or self.shares_base
 
     def join(self) -> DataParallel:
         """Return this rank's coordinates in the layout; all ranks of the role call this together, before they build

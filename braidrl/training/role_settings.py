@@ -1,5 +1,6 @@
 """Settings of a role: those under `roles`, otherwise those of the run."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +8,8 @@ from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.config import Config, LoraConfig, RoleConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.deferred import torch
-from braidrl.flow import Flow, Kind
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.flow import policies_of
 
 USUAL_SLOTS, USUAL_TOKENS = 64, 8192
 """Default rows decoded at once and default tokens of a micro-batch, if neither the user nor the device's memory decides
@@ -94,6 +96,12 @@ def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
         for settings in trained
         if settings.inference_layout not in (None, settings.layout)
     }
+
+
+def sharing_base(config: Config, stages: Iterable[Stage]) -> tuple[str, ...]:
+    """Return the roles whose adapters one engine serves on one base model (`rollout.shared_base`)."""
+    together = [policies_of(stage) for stage in stages] if config.rollout.shared_base else []
+    return tuple(dict.fromkeys(role for roles in together if len(roles) > 1 for role in roles))
 
 
 def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:

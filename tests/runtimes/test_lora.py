@@ -103,7 +103,6 @@ def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(worksh
         ({"flow": "grpo"}, "play together"),
         ({"trainer": {"lora": None}}, "roles.actor.lora"),
         ({"rollout": {"engines": 1}}, "without rollout.engines"),
-        ({"flow": str(ROOT / "tests" / "runtimes" / "league.yaml")}, "no loss trains"),
     ):
         config = workshop.config("refused", **merged(merged(flow, shared), changes))
         expected = build_flow(config)

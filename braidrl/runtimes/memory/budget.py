@@ -164,7 +164,9 @@ def undeployed(use: RoleUse, deployment: Deployment) -> RoleDeployment:
     config, flow = deployment.config, deployment.flow
     settings, scalar = settings_of(use.role, config), use.role in flow.scalar_roles
     plain = model_shape(settings.model, settings.dtype, scalar)
-    lora = settings.lora if use.trained else None
+    # An engine in a pool of its own has merged weights, unless it shares a base.
+    adapted = use.trained or (use.role in deployment.shared_base and not use.is_separate)
+    lora = settings.lora if adapted else None
     if not settings.trains_vision:
         plain = replace(plain, trained=plain.trained - plain.tower)
     keeps = not settings.trains_vision and load_vision(settings.model.expanduser(), config.data.images) is not None

@@ -20,7 +20,7 @@ from braidrl.training.lora import import_optional
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.names import BACKENDS
 from braidrl.training.pretrained import read_model_config
-from braidrl.training.role_settings import inference_layouts, settings_of
+from braidrl.training.role_settings import inference_layouts, settings_of, sharing_base
 
 
 def without_effect(config: Config) -> list[str]:
@@ -175,10 +175,11 @@ def check_backends(config: Config, flow: Flow) -> None:
 
 def check_adapters(config: Config, flow: Flow) -> None:
     """Raise UserError for adapters of a role that is not trained, or whose model does not support them."""
+    adapted = dict.fromkeys((*flow.trained_roles, *sharing_base(config, flow.stages)))
     for role, role_config in config.roles.items():
-        if role_config.lora and role not in flow.trained_roles:
+        if role_config.lora and role not in adapted:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
-    for role in flow.trained_roles:
+    for role in adapted:
         resolved = settings_of(role, config)
         at = resolved.key("layout")
         if lora := resolved.lora:

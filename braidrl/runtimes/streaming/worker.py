@@ -336,6 +336,7 @@ class StageLoop:
         with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:
             parts = copied_parts(worker, source, stage.params.get("decay", 0.0))
             assert work.weights is not None, "an update without a loss takes another role's weights"
+            span.sums.add(f"weights/{self.role}/copied", sum(part.local.nbytes for part in parts.values()))
             try:
                 source_of(work.weights).put_into(parts, Ranks(supervisor=self.world))
             except ValueError as error:

@@ -4,11 +4,13 @@ training layout   step ─ step ──────────── step ─
                               ╲ moves            ╲     block by block, if the weights have changed when the copy is used
 another layout                 infer ─ infer      infer
 
-An EMA copy becomes decay · copy + (1 - decay) · source.
+An EMA copy becomes decay · copy + (1 - decay) · source. Where both have adapters on one base (`rollout.shared_base`),
+these alone are copied.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -21,11 +23,19 @@ from braidrl.weights.shards import Parts, WeightPart
 from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
 
 
-def copy_within(worker: ShardedBackend, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
-    """Plan a copy of a worker's weights on the same ranks; `divided`: the second model is sharded."""
+def copy_within(
+    worker: ShardedBackend,
+    target: Parts,
+    divided: bool,
+    limit_bytes: int = LIMIT_BYTES,
+    parts: Parts | None = None,
+) -> LayoutCopy:
+    """Plan a copy of a worker's weights, or of some `parts`, on the same ranks; `divided`: the second model is
+    sharded.
+    """
     # If each rank holds both models in full, no communication is needed.
     meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
-    return LayoutCopy(worker.weights, target, meet, limit_bytes)
+    return LayoutCopy(parts or worker.weights, target, meet, limit_bytes)
 
 
 class RoleCopy:
@@ -37,7 +47,9 @@ class RoleCopy:
         """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
         check_copies(worker, source.role, source.base_shapes)
         self.worker, self.source = worker, source
-        self.copy = copy_within(source, worker.weights, worker.ranks.is_sharded)
+        # A role with adapters and no optimizer shares its base with the source.
+        parts = (partial(role.weights, worker.lora is not None) for role in (worker, source))
+        self.copy = copy_within(source, next(parts), worker.ranks.is_sharded, parts=next(parts))
         self._weight_updates = source.weight_updates
 
     def refresh(self) -> TransferVolume | None:
@@ -49,10 +61,10 @@ class RoleCopy:
         self._weight_updates = self.source.weight_updates
         return self.copy.refresh()
 
-    def move(self, decay: float) -> None:
+    def move(self, decay: float) -> TransferVolume:
         """Set weights to decay · weights + (1 - decay) · source; all ranks call this at the same time."""
         self.worker.weight_updates += 1
-        self.copy.refresh(keep=decay)
+        return self.copy.refresh(keep=decay)
 
 
 def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
@@ -62,7 +74,8 @@ def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, 
     """
     check_copies(worker, source, worker.base_shapes)
     worker.weight_updates += 1
-    return {name: replace(part, decay=decay) for name, part in worker.weights().items()}
+    parts = worker.weights(adapters_alone=worker.lora is not None)
+    return {name: replace(part, decay=decay) for name, part in parts.items()}
 
 
 def check_copies(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:

@@ -66,7 +66,7 @@ from braidrl.training.names import BACKENDS
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.role_settings import merges_adapters, settings_of
+from braidrl.training.role_settings import merges_adapters, settings_of, sharing_base
 from braidrl.training.roles import checkpoint
 from braidrl.training.row_costs import image_token_cost, row_costs
 from braidrl.weights.boxes import pattern_of
@@ -103,7 +103,7 @@ class RoleWorker(ShardedBackend):
         self.trains_vision = settings_of(spec.role, spec.config).trains_vision
         keep_freed_memory()
         self.ranks, settings = spec.join(), settings_of(spec.role, spec.config)
-        self.max_tokens, self.lora = settings.max_tokens, settings.lora if spec.train else None
+        self.max_tokens, self.lora = settings.max_tokens, settings.lora if spec.is_adapted else None
         # A sharded model is read part by part, except with adapters, which are initialised on the full model.
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.rope_lengths = RopeLengths.of(self.model.config)
@@ -633,7 +633,10 @@ def make_worker(
     its weights.
     """
     trained, is_scalar = role in flow.trained_roles, role in flow.scalar_roles
-    spec = BackendSpec(role, config, training and trained, ranks or DataParallel(), trained and not training, is_scalar)
+    shares = training and role in sharing_base(config, flow.stages)
+    spec = BackendSpec(
+        role, config, training and trained, ranks or DataParallel(), trained and not training, is_scalar, shares
+    )
     worker: TrainingBackend = BACKENDS.make(settings_of(role, config).backend, spec)
     return worker
 
