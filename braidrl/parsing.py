@@ -100,8 +100,8 @@ def check_levels(value: Any) -> None:
     """Raise ValueError for lists and dicts nested deeper than MOST_LEVELS, or containing themselves."""
     layer = [value] if isinstance(value, dict | list | tuple) else []
     for _ in range(MOST_LEVELS + 1):
-        held = (node.values() if isinstance(node, dict) else node for node in layer)
-        layer = [part for parts in held for part in parts if isinstance(part, dict | list | tuple)]
+        children = (node.values() if isinstance(node, dict) else node for node in layer)
+        layer = [part for parts in children for part in parts if isinstance(part, dict | list | tuple)]
         if not layer:
             return
     raise ValueError(TOO_DEEP)

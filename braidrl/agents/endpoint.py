@@ -356,9 +356,9 @@ class Endpoint:
             ids: Any = context
             if not 0 <= min(ids) <= max(ids) < len(template.template.tokenizer):
                 raise UserError(f"a token id lies between 0 and {len(template.template.tokenizer) - 1}")
-            held = trajectory.sequence if trajectory.sequence_lengths else []
-            continues = bool(held) and ids[: len(held)] == held
-            return (SeenIds(ids[len(held) :]), False) if continues else (SeenIds(ids), True)
+            earlier_ids = trajectory.sequence if trajectory.sequence_lengths else []
+            continues = bool(earlier_ids) and ids[: len(earlier_ids)] == earlier_ids
+            return (SeenIds(ids[len(earlier_ids) :]), False) if continues else (SeenIds(ids), True)
         messages: Any = context
         count, (begin, end) = session.longest_known(messages)
         if not count:

@@ -240,17 +240,19 @@ class EnvironmentPlayer(Player):
                 return
             if not acting.sequence_lengths:
                 new = tokenised(template.first, observation.said or example["prompt"], tools)
-                held, opens = [], True
+                earlier_ids, opens = [], True
             elif observation.restart:
-                held, images_before = acting.sequence, acting.sequence_images
+                earlier_ids, images_before = acting.sequence, acting.sequence_images
                 new = tokenised(template.first, observation.said, tools)
-                opens = new.ids[: len(held)] != held or [*new.images[: len(images_before)]] != images_before
-                rest = moved(new.images[len(images_before) :], -len(held))
-                new = new if opens else SeenIds(new.ids[len(held) :], rest)
+                opens = (
+                    new.ids[: len(earlier_ids)] != earlier_ids or [*new.images[: len(images_before)]] != images_before
+                )
+                rest = moved(new.images[len(images_before) :], -len(earlier_ids))
+                new = new if opens else SeenIds(new.ids[len(earlier_ids) :], rest)
             else:
-                held, opens = acting.sequence, False
-                new = tokenised(template.following, observation.said, held[-1], tools)
-            if turns.max_sequence_tokens - len(new.ids) - (0 if opens else len(held)) < 1:
+                earlier_ids, opens = acting.sequence, False
+                new = tokenised(template.following, observation.said, earlier_ids[-1], tools)
+            if turns.max_sequence_tokens - len(new.ids) - (0 if opens else len(earlier_ids)) < 1:
                 trajectory.end(FinishReason.LENGTH)
                 return
 

@@ -212,10 +212,10 @@ def _parts_of_groups(lengths: Sequence[int], groups: Sequence[int], max_tokens: 
     """Return the number of each row's part of its group, of which each has at most `max_tokens`."""
     numbers, number = [0] * len(lengths), 0
     for rows in rows_by_group(groups):
-        held = 0
+        tokens = 0
         for row in rows:
-            if held and held + lengths[row] > max_tokens:
-                number, held = number + 1, 0
-            numbers[row], held = number, held + lengths[row]
+            if tokens and tokens + lengths[row] > max_tokens:
+                number, tokens = number + 1, 0
+            numbers[row], tokens = number, tokens + lengths[row]
         number += 1
     return numbers

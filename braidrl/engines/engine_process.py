@@ -201,15 +201,15 @@ class EngineProcess:
         await self._ask(EngineCall("abort", uid=uid))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        held, self._held_weights = self._held_weights, None
+        earlier, self._held_weights = self._held_weights, None
         call = EngineCall("update_weights", version=version)
         if isinstance(source, PolicyWeights):
             call.policy, source = source.role, source.source
         if source is None:
             await self._ask(call)
-            self._held_weights = held
+            self._held_weights = earlier
         elif isinstance(source, OfferedWeights):
-            with source.request(self.spec.tensor * self.spec.pipeline, held) as notice:
+            with source.request(self.spec.tensor * self.spec.pipeline, earlier) as notice:
                 call.notice = notice
                 await self._ask(call)
             self._held_weights = source

@@ -237,11 +237,11 @@ class EngineRow:
         )
         per_token = {**values, VERSIONS: torch.full((len(tokens),), self.version)}
         for column in map(column_of, self.request.columns):
-            held = per_token.setdefault(column.name, column.empty())
-            if len(held) != (expected := column.entries(len(self.request.prompt), len(tokens))):
+            column_values = per_token.setdefault(column.name, column.empty())
+            if len(column_values) != (expected := column.entries(len(self.request.prompt), len(tokens))):
                 raise UserError(
-                    f"row {self.request.uid}: the engine gives {len(held)} values of the column {column.name} for "
-                    f"{expected} tokens; use rollout.engine=embedded, or mend the engine"
+                    f"row {self.request.uid}: the engine gives {len(column_values)} values of the column "
+                    f"{column.name} for {expected} tokens; use rollout.engine=embedded, or mend the engine"
                 )
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH

@@ -263,9 +263,9 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
     """Return the Pareto front of the choices, fastest first: of their seconds, and of the bytes of each part."""
     measured: list[tuple[tuple[float, ...], Choice]] = []
     for choice in choices:
-        held = assets("", dict(choice.resident))
+        bytes_of = assets("", dict(choice.resident))
         weights = choice.resident.get(ENGINE, 0)  # the part of an engine that stays resident while it sleeps
-        parts = (held.get(Asset("", part), 0) for part in PARTS)
+        parts = (bytes_of.get(Asset("", part), 0) for part in PARTS)
         measured.append(((choice.busy, *parts, weights, choice.working), choice))
     front: list[tuple[tuple[float, ...], Choice]] = []
     for numbers, choice in sorted(measured, key=lambda pair: pair[0]):

@@ -79,14 +79,14 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
         tree["rollout"] = {"engines": None, "slots": slots, "tensor": shape.tensor, "pipeline": shape.pipeline}
     if engines and rollout.engine == "vllm" and problem.cluster.device == "cuda":
         room = min(problem.cluster.kinds[set_choice.group.kind].memory for set_choice in plan.sets)
-        held = max(e.shape.parameters * e.shape.element_bytes // e.divisor for e in engines.values())
+        weight_bytes = max(e.shape.parameters * e.shape.element_bytes // e.divisor for e in engines.values())
         pages = max(
             role_memory(replace(c.use, computes=False))[0].get(CACHE, 0)
             for s in plan.sets
             for c in s.roles.values()
             if c.use.engine
         )
-        share = min(USABLE, round((held + pages) / room + 0.05, 2))
+        share = min(USABLE, round((weight_bytes + pages) / room + 0.05, 2))
         sleeps = {"enable_sleep_mode": True} if any(not name.endswith(GENERATE) for name in engines) else {}
         tree["rollout"]["vllm"] = {"gpu_memory_utilization": share, **sleeps}
     if plan.runtime == "streaming":

@@ -224,8 +224,8 @@ def train_work(
         work = work._replace(
             operations=work.operations + passes * operations.tower_operations(shape, share.rows * lengths.seen)
         )
-    held = local_parameters(shape, layout) * shape.trained / shape.parameters
-    work = work._replace(memory=held * OPTIMIZER_BYTES)
+    parameters = local_parameters(shape, layout) * shape.trained / shape.parameters
+    work = work._replace(memory=parameters * OPTIMIZER_BYTES)
     return Work("train", *(number * updates * epochs for number in work[1:]))
 
 
@@ -312,7 +312,7 @@ def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
         ranks = pipeline * tensor * (1 if target.grouping == "neighbour" else layout.data or 1)
         return (ranks - 1) / ranks
     groups = target.groups(layout).numpy()
-    held = np.ones(groups.shape)
+    shared_part = np.ones(groups.shape)
     # The parts of the stages and of each tensor that a rank already holds, and those with which it generates, as parts
     # of [0, 1].
     for trains, parts, targets, generated in (
@@ -320,5 +320,5 @@ def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
         (groups % tensor, tensor, np.arange(target.tensor)[None, :], target.tensor),
     ):
         ends = np.minimum((trains + 1) / parts, (targets + 1) / generated)
-        held *= np.maximum(0.0, ends - np.maximum(trains / parts, targets / generated))
-    return float(1 / target.ranks - held.min() / layout.shard_ranks)
+        shared_part *= np.maximum(0.0, ends - np.maximum(trains / parts, targets / generated))
+    return float(1 / target.ranks - shared_part.min() / layout.shard_ranks)

@@ -168,8 +168,8 @@ class ColumnController(QueueController):
         """
         name = request.consumer
         parts = [(StoredRows.received(part, frames, name), rows) for part, rows in request.parts]
-        lost, held = self.tasks.held(request.done, parts, self.clock())
-        for lease, rows in held.items():
+        lost, rows_by_lease = self.tasks.rows_by_lease(request.done, parts, self.clock())
+        for lease, rows in rows_by_lease.items():
             self.tasks.finish(lease, rows)
         for part, _ in parts:
             if part.rows:
@@ -177,7 +177,7 @@ class ColumnController(QueueController):
             else:
                 self.data.free(part.blocks)
         states = [task.lease for task in self.tasks.tasks.values()]
-        done = (row for rows in held.values() for row in rows)
+        done = (row for rows in rows_by_lease.values() for row in rows)
         self._remove([row for row in done if all(state.get(row, 0) is None for state in states)])
         return Lost(lost=lost), ()
 
@@ -211,15 +211,15 @@ class ColumnController(QueueController):
 
     def _usage(self) -> QueueUsage:
         """Return bytes and rows in the queue, lost columns, and for each task its open rows and their holders."""
-        held = Counter[tuple[str, str]]()
+        leased_rows = Counter[tuple[str, str]]()
         for lease in self.tasks.leases.held.values():
-            held[lease.task, lease.holder] += lease.left
+            leased_rows[lease.task, lease.holder] += lease.left
         return QueueUsage(
             self.used_bytes,
             len(self.tasks.rows),
             list(self.missing.items()),
             {name: sum(task.undone.values()) for name, task in self.tasks.tasks.items()},
-            [(task, holder, rows) for (task, holder), rows in held.items()],
+            [(task, holder, rows) for (task, holder), rows in leased_rows.items()],
         )
 
     def _store(self, part: StoredRows) -> None:

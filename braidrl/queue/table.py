@@ -397,8 +397,8 @@ class Leases:
 
     def running(self, holder: str) -> int:
         """Return the number of a holder's rows that need a slot of its engine."""
-        held = (self.held[number] for number in self.by_holder.get(holder, ()))
-        return sum(min(lease.left, len(lease.rows) - lease.ended) for lease in held)
+        leases = (self.held[number] for number in self.by_holder.get(holder, ()))
+        return sum(min(lease.left, len(lease.rows) - lease.ended) for lease in leases)
 
     def of(self, holder: str) -> list[Lease]:
         """Return the leases of one holder."""

@@ -100,8 +100,8 @@ class Task:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Record that one of the awaited writers has written rows."""
-        held = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
-        self._enter(self._free(self._complete(held)))
+        admitted = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
+        self._enter(self._free(self._complete(admitted)))
 
     def unwrite(self, rows: Sequence[Row]) -> None:
         """Record the loss of an awaited writer's columns. Leases on the rows remain."""
@@ -370,21 +370,21 @@ class Tasks:
             self.leases.shrink(lease, len(rows))
             self.tasks[lease.task].finish(rows)
 
-    def held(
+    def rows_by_lease(
         self, done: Positions, parts: Sequence[tuple[StoredRows, Positions]], now: float
     ) -> tuple[list[int], dict[Lease, list[Row]]]:
         """Return the lost leases among those of `done`, and for the others the rows at its positions.
 
         The parts written for rows get the names of the rows, except those of lost leases.
         """
-        lost, held = list[int](), dict[Lease, list[Row]]()
+        lost, rows_by_lease = list[int](), dict[Lease, list[Row]]()
         leases = {number: lease for number, _ in done if (lease := self.leases.held.get(number)) is not None}
         for number, positions in done:
             if number not in leases or leases[number].deadline < now:
                 lost.append(number)
             else:
-                held.setdefault(leases[number], []).extend(self.left(leases[number], positions))
-        chosen = {row for rows in held.values() for row in rows}
+                rows_by_lease.setdefault(leases[number], []).extend(self.left(leases[number], positions))
+        chosen = {row for rows in rows_by_lease.values() for row in rows}
         for part, written in parts:
             named: list[Row] = []
             for number, positions in written:
@@ -394,15 +394,15 @@ class Tasks:
             part.rows = dict(zip(named, range(len(named)), strict=True))
             if not chosen.issuperset(named):
                 part.rows = {row: position for row, position in part.rows.items() if row in chosen}
-        return lost, held
+        return lost, rows_by_lease
 
     def left(self, lease: Lease, positions: Sequence[int] | None = None) -> list[Row]:
         """Return the rows of a lease that are not completed, or those at some positions."""
         rows = list(lease.rows) if positions is None else [lease.rows[position] for position in positions]
         if lease.left == len(lease.rows):
             return rows
-        held = self.tasks[lease.task].lease
-        return [row for row in rows if held.get(row) == lease.number]
+        lease_of = self.tasks[lease.task].lease
+        return [row for row in rows if lease_of.get(row) == lease.number]
 
     def give_up(self, leases: Iterable[Lease]) -> list[Lease]:
         """End leases; their remaining rows are available again."""

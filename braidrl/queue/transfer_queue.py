@@ -262,11 +262,11 @@ class TransferQueue(AbstractContextManager["TransferQueue"]):
         frames = encode(content)
         size = sum(memoryview(frame).nbytes for frame in frames)
         if self._has_budget and isinstance(self._client.ask(Reserve(size), wait_s=wait_s)[0], Waited):
-            usage, held = self._usage(), dict[str, list[str]]()
+            usage, holders_of = self._usage(), dict[str, list[str]]()
             for task, holder, number in usage.held:
-                held.setdefault(task, []).append(f"{holder} holds {number}")
+                holders_of.setdefault(task, []).append(f"{holder} holds {number}")
             tasks = [
-                f"task {task} has {left} rows to do ({', '.join(held.get(task, ['no holder']))})"
+                f"task {task} has {left} rows to do ({', '.join(holders_of.get(task, ['no holder']))})"
                 for task, left in usage.undone.items()
                 if left
             ]

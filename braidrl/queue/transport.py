@@ -451,13 +451,13 @@ class QueueController(ABC):
     def give_back(self, request: GiveBack) -> Answer:
         """Release leases whose holder cannot use them."""
         for tasks in self.queues:
-            held = tasks.leases.held
-            tasks.give_up([held[number] for number in request.leases if number in held])
+            leases = tasks.leases.held
+            tasks.give_up([leases[number] for number in request.leases if number in leases])
         return NOTHING
 
-    def lost(self, held: Sequence[int]) -> list[int]:
+    def lost(self, numbers: Sequence[int]) -> list[int]:
         """Return the leases that are no longer held."""
-        return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
+        return [number for number in numbers if not any(number in tasks.leases.held for tasks in self.queues)]
 
     def silent(self, seconds: float) -> list[str]:
         """Return hanging holders, without a request for this many seconds: working and waiting holders send

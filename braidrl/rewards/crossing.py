@@ -72,14 +72,14 @@ def numpy_written(value: Any) -> Payload:
 def numpy_read(parts: Payload) -> Any:
     import numpy
 
-    dtype, shape, held = parts
+    dtype, shape, content = parts
     if dtype == "O":
-        array = numpy.empty(len(held), dtype=object)
-        array[:] = held
+        array = numpy.empty(len(content), dtype=object)
+        array[:] = content
         return array.reshape(shape)
     if numpy.dtype(dtype).kind not in "biufcSUmM":
         raise ValueError(f"numpy's {dtype} does not cross between processes")
-    array = numpy.frombuffer(bytes.fromhex(held), dtype=dtype).copy()
+    array = numpy.frombuffer(bytes.fromhex(content), dtype=dtype).copy()
     return array[0] if shape is None else array.reshape(shape)
 
 

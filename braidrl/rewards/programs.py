@@ -178,14 +178,14 @@ def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
                     print(json.dumps([prelude_of(program, case), program]), file=to_program, flush=True)
                 except BrokenPipeError:
                     peer.over()
-                held = returns(peer, case) if isinstance(case, Called) else runs(case, peer)
+                passed = returns(peer, case) if isinstance(case, Called) else runs(case, peer)
             except Stopped as stopped:
                 peer.stopped = peer.stopped or stopped
-                held = False
+                passed = False
             # A bare `except`, or a `finally`, may have hidden it.
             if peer.stopped is not None and peer.stopped.reason is not None:
                 raise peer.stopped.reason
-            return held and peer.stopped is None
+            return passed and peer.stopped is None
 
 
 TYPED = re.compile(r"\b(?:List|Dict|Set|Tuple|Optional|Union|Any|Callable|Iterable|Iterator)\b")

@@ -90,16 +90,16 @@ class Replica:
         if copies is None:
             copies = executor.copy_changing() if has_state else {}
         ranks, missing, is_whole = Ranks(supervisor=self.world), dict[str, WeightPart](), True
-        held = gather_shard_index(copies, ranks, machine())
+        index_of_copies = gather_shard_index(copies, ranks, machine())
         try:
-            missing = {} if has_state else executor.empty_changing(held.tensors)
+            missing = {} if has_state else executor.empty_changing(index_of_copies.tensors)
         except LookupError:
             is_whole = False
         index = gather_shard_index(missing, ranks)
         if not all(self.world.gather("ranks that know their tensors", is_whole, bool)):
             return False
         try:
-            transfer = WeightTransfer(held, held.groups(index), ranks, device=HOST)
+            transfer = WeightTransfer(index_of_copies, index_of_copies.groups(index), ranks, device=HOST)
         except ValueError:  # on every rank
             return False
         transfer.run(copies, missing)

@@ -474,19 +474,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         step, start = self.step + 1, time.perf_counter()
         self.progress.step = step
         recorded = self.backend.read(Recording(rollout_path(self.replay, step))) if self.replay is not None else None
-        with ExitStack() as held:
+        with ExitStack() as interrupts_held:
             try:
 
                 def before_training() -> None:
                     # Once weights have changed, an interrupt waits until the step is written.
-                    held.enter_context(self.interrupts.hold())
+                    interrupts_held.enter_context(self.interrupts.hold())
 
                 result = self.controller.iterate(
                     step, self.version, recorded, not self.rollout_only, before_training=before_training
                 )
             except BadUpdate as error:
                 raise UserError(self._kept_for_replay(step, error)) from error
-            held.enter_context(self.interrupts.hold())
+            interrupts_held.enter_context(self.interrupts.hold())
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
             counted = result.sums.pairs()

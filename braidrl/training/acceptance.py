@@ -63,7 +63,7 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     ranks = 2 if layers % 2 == 0 else layers
     sequences = PackedSequences.of([len(row) for row in twin.rows], twin.device)
     ids, positions = torch.cat(twin.rows)[None], sequences.position_ids()
-    hidden, held = None, dict[str, nn.Parameter]()
+    hidden, parameters_of_ranks = None, dict[str, nn.Parameter]()
     for rank in range(ranks):
         model = twin.model(plan)
         split_layers(model, rank, ranks)
@@ -71,9 +71,9 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         parameters = dict(model.named_parameters())
         if rank and is_tied(model):  # ranks sum the gradients of tied embeddings
             parameters = {name: p for name, p in parameters.items() if p is not model.get_input_embeddings().weight}
-        if twice := sorted(held.keys() & parameters.keys()):
+        if twice := sorted(parameters_of_ranks.keys() & parameters.keys()):
             raise ValueError(f"two ranks hold {twice[0]}")
-        held |= parameters
+        parameters_of_ranks |= parameters
     expected = run_body(reference, ids, positions, sequences)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0)).to(expected)
     assert hidden is not None
@@ -81,7 +81,7 @@ def pipeline_stages(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
         (states * weights).sum().backward()
     expected_gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     scale = max(float(g.abs().max()) for g in expected_gradients.values())
-    grads = {n: p.grad for n, p in held.items() if p.grad is not None}
+    grads = {n: p.grad for n, p in parameters_of_ranks.items() if p.grad is not None}
     if missing := sorted(expected_gradients.keys() - grads.keys()):
         raise ValueError(f"no rank has the gradient of {missing[0]}")
     names = sorted(expected_gradients)

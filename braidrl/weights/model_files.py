@@ -101,13 +101,13 @@ class ModelFiles(WeightFiles):
             return box.of(self[name])
         tensor: Tensor | None = None
         for target, shape, part_box in parts:
-            if (held := part_box.overlap(box)) is None:
+            if (overlap := part_box.overlap(box)) is None:
                 continue
-            starts = [at - start for at, start in zip(held.offsets, part_box.offsets, strict=True)]
+            starts = [at - start for at, start in zip(overlap.offsets, part_box.offsets, strict=True)]
             lacking = len(part_box.sizes) - len(shape)
-            values = Box(tuple(starts[lacking:]), held.sizes[lacking:]).of(self._read(target))
+            values = Box(tuple(starts[lacking:]), overlap.sizes[lacking:]).of(self._read(target))
             tensor = torch.empty(box.sizes, dtype=values.dtype) if tensor is None else tensor
-            held.of(tensor, box).copy_(values.view(held.sizes))
+            overlap.of(tensor, box).copy_(values.view(overlap.sizes))
         return torch.empty(box.sizes) if tensor is None else tensor
 
     def stored(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -220,12 +220,12 @@ class HubNames:
             for target, shape, box in blocks:
                 if box == Box.whole(part.shape) and shape == part.shape:
                     of_hub[target] = replace(part, names=[target])
-                elif (held := box.overlap(part.box)) is not None:
+                elif (overlap := box.overlap(part.box)) is not None:
                     # The hub's tensor lacks the leading stacking dimensions, such as that of experts.
                     lacking = len(box.sizes) - len(shape)
-                    starts = [at - start for at, start in zip(held.offsets, box.offsets, strict=True)]
-                    inner = Box(tuple(starts[lacking:]), held.sizes[lacking:])
-                    of_hub[target] = part.renamed(target, held, torch.Size(shape), inner)
+                    starts = [at - start for at, start in zip(overlap.offsets, box.offsets, strict=True)]
+                    inner = Box(tuple(starts[lacking:]), overlap.sizes[lacking:])
+                    of_hub[target] = part.renamed(target, overlap, torch.Size(shape), inner)
         return of_hub
 
     def blocks_of(self, name: str, shape: torch.Size) -> list[tuple[str, torch.Size, Box]] | None:

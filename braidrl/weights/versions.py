@@ -70,7 +70,7 @@ class LoadingSchedule:
     @property
     def needed_versions(self) -> set[int]:
         """Return the versions that engines may still request."""
-        return {self.target, *(held.loading for held in self.engines.values() if held.loading is not None)}
+        return {self.target, *(engine.loading for engine in self.engines.values() if engine.loading is not None)}
 
     def join(self, name: str) -> None:
         """Add an engine that holds version 0."""
@@ -114,39 +114,39 @@ class LoadingSchedule:
         """Return the version that an engine receives into host memory while it generates with another; None if none is
         due.
         """
-        held = self.engines.get(name)
-        if self.way != "delayed" or held is None or held.version != self.target:
+        engine = self.engines.get(name)
+        if self.way != "delayed" or engine is None or engine.version != self.target:
             return None
-        if newest <= self.target or held.receiving > self.target:
+        if newest <= self.target or engine.receiving > self.target:
             return None
-        held.receiving = self.target + 1
-        return held.receiving
+        engine.receiving = self.target + 1
+        return engine.receiving
 
     def load(self, name: str, rows: int) -> LoadOrder | None:
         """Return the version that an engine with `rows` rows must load now, and record that it loads; None if it
         continues.
         """
-        held = self.engines.get(name)
-        if held is None or held.version == self.target:
+        engine = self.engines.get(name)
+        if engine is None or engine.version == self.target:
             return None
         if rows and self.way in ("end", "delayed"):
             return None
         if self.way == "rolling":
-            if held.draining_from is None:
+            if engine.draining_from is None:
                 # It drains if it is its turn.
                 if len(self.draining) >= self.max_draining:
                     return None
-                held.draining_from = rows
+                engine.draining_from = rows
                 self.draining.add(name)
                 self.max_draining_seen = max(self.max_draining_seen, len(self.draining))
-            if rows > held.draining_from * (1 - FINISHED):
+            if rows > engine.draining_from * (1 - FINISHED):
                 return None
-        held.loading = self.target
+        engine.loading = self.target
         return LoadOrder(self.target, rows > 0)
 
     def loaded(self, name: str, version: int) -> None:
         """Record the version that an engine loaded; it takes rows again."""
         if name in self.engines:
-            held = self.engines[name]
-            held.version, held.loading, held.draining_from = version, None, None
+            engine = self.engines[name]
+            engine.version, engine.loading, engine.draining_from = version, None, None
             self.draining.discard(name)

@@ -84,7 +84,7 @@ class TaskMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(self.numbers))
         lease = self.tasks.leases.held.get(number)
         if lease is None or lease.deadline < self.now:
-            assert self.tasks.held([(number, None)], [], self.now) == ([number], {})
+            assert self.tasks.rows_by_lease([(number, None)], [], self.now) == ([number], {})
             return
         places = data.draw(st.none() | st.sets(st.integers(0, len(lease.rows) - 1)))
         left = set(self.tasks.left(lease))
@@ -155,12 +155,12 @@ def test_late_acknowledgement_is_refused_without_clock_tick() -> None:
     lease = tasks.take("generate", "a", 0.0, 5.0, 2)
     assert lease is not None
     done = [(lease.number, None)]
-    assert tasks.held(done, [], now=5.1) == ([lease.number], {})
+    assert tasks.rows_by_lease(done, [], now=5.1) == ([lease.number], {})
     assert tasks.give_up(tasks.leases.expired(5.1)) == [lease]
     again = tasks.take("generate", "b", 5.1, 5.0, 2)
     assert again is not None and again.rows == lease.rows
-    assert tasks.held(done, [], now=5.2) == ([lease.number], {})
-    assert tasks.held([(again.number, None)], [], now=10.1) == ([], {again: list(again.rows)})
+    assert tasks.rows_by_lease(done, [], now=5.2) == ([lease.number], {})
+    assert tasks.rows_by_lease([(again.number, None)], [], now=10.1) == ([], {again: list(again.rows)})
 
 
 def test_group_is_leased_alone_once_complete() -> None:

@@ -246,8 +246,10 @@ def split_reasoning(text: str, opened: bool, is_over: bool = True) -> Reasoning:
         return Reasoning(None, "" if is_tag else text)
     thought, end, rest = text.removeprefix(before).partition(END_OF_THINKING)
     if not end and not is_over:
-        held = next((n for n in range(len(END_OF_THINKING) - 1, 0, -1) if thought.endswith(END_OF_THINKING[:n])), 0)
-        thought = thought[: len(thought) - held]
+        partial_tag = next(
+            (n for n in range(len(END_OF_THINKING) - 1, 0, -1) if thought.endswith(END_OF_THINKING[:n])), 0
+        )
+        thought = thought[: len(thought) - partial_tag]
     return Reasoning(thought, rest, f"{SIGNATURE}{before}{end}")
 
 

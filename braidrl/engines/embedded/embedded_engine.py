@@ -124,16 +124,16 @@ class Prompts:
     ) -> None:
         """Compute the missing keys and values of prompts, several in one packed forward."""
         parts: list[dict[bytes, Tensor]] = []
-        held = PREFILL_TOKENS
+        count = PREFILL_TOKENS
         for name, request in requests.items():
             ids = request.prompt[:-1]
             if (name in self.prefixes and (name in self.routes or not with_routes)) or not len(ids):
                 continue
-            if round_up(held + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
+            if round_up(count + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
                 parts.append({})
-                held = 0
+                count = 0
             parts[-1][name] = ids
-            held += len(ids)
+            count += len(ids)
         for part in parts:
             prompts, lengths = list(part.values()), [len(ids) for ids in part.values()]
             spans = [requests[name].images for name in part]

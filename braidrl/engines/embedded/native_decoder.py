@@ -132,12 +132,12 @@ class Kernels:
             states: All slots' states; columns other than log-probs are unchanged.
         """
         kept, ended = torch.zeros(len(read), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
-        held = states.per_token[LOG_PROBS]
+        slot_log_probs = states.per_token[LOG_PROBS]
         self._functions.keep(
             *(address(integers, torch.int64) for integers in (read, starts, slots, drawn)),
             address(log_probs, torch.float32),
             address(states.tokens, torch.int64),
-            address(held, torch.float32),
+            address(slot_log_probs, torch.float32),
             *(
                 address(integers, torch.int64)
                 for integers in (states.current, states.position, states.drawn, states.limit)

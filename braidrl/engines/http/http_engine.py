@@ -300,13 +300,13 @@ class HttpEngine:
     async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
         """Change the server's weights. Raises EngineError if that fails; the version of its weights is then unknown."""
         label = secrets.token_hex(8)
-        held, self._held_weights = self._held_weights, None
+        earlier, self._held_weights = self._held_weights, None
         try:
             if isinstance(weights, OfferedWeights):
                 path, field = self.spec.dialect.label
                 # A server restarted in the meantime has other weights.
-                same = held is not None and (await self.ask("GET", path)).get(field) == self.weights
-                await self._receive(weights, label, held if same else None)
+                same = earlier is not None and (await self.ask("GET", path)).get(field) == self.weights
+                await self._receive(weights, label, earlier if same else None)
             elif (spec := self.spec).needs.receives:
                 host = urlsplit(self.url).hostname
                 assert host is not None
@@ -320,13 +320,13 @@ class HttpEngine:
         self.weights, self._is_labelled = label, True
         self._held_weights = weights if isinstance(weights, OfferedWeights) else None
 
-    async def _receive(self, offered: OfferedWeights, label: str, held: OfferedWeights | None = None) -> None:
+    async def _receive(self, offered: OfferedWeights, label: str, earlier: OfferedWeights | None = None) -> None:
         """Make the server's workers receive the offered weights."""
         dialect = self.spec.dialect
         assert dialect.receive is not None, "checked before the run"
         path, field = dialect.workers
         workers = int((await self.ask("GET", path))[field])
-        with offered.request(workers, held) as notice:
+        with offered.request(workers, earlier) as notice:
             for call in dialect.receive(asdict(notice), label):
                 answer = await self.ask("POST", *call)
                 for failure in filter(None, answer.get("results") or ()):

@@ -84,16 +84,16 @@ class Dispatcher:
             # Waiting rows can even out a difference in load; when none waits, only the load counts.
             unbound = len(self.waiting) * expected / len(self.engines)
             uid, job = self.waiting.popitem(last=False)
-            held = {
+            tokens_by_engine = {
                 n: min(job.prompt_tokens, max(self._prefixes.get(p, {}).get(n, 0) for p in (uid, uid[:2])))
                 for n in work
             }
             least = min(work.values())
             near = [n for n in work if work[n] <= least + min(SLACK * self.engines[n].slots * expected, unbound)]
-            _, _, engine = min((-held[n], work[n], n) for n in near)
-            if not held[engine]:
+            _, _, engine = min((-tokens_by_engine[n], work[n], n) for n in near)
+            if not tokens_by_engine[engine]:
                 _, engine = min((work[n], n) for n in work)
-            job.engine, job.work = engine, expected + PROMPT_WORK * (job.prompt_tokens - held[engine])
+            job.engine, job.work = engine, expected + PROMPT_WORK * (job.prompt_tokens - tokens_by_engine[engine])
             self.engines[engine].rows += 1
             self.engines[engine].work += job.work
             self._remember(uid[:2], engine, job.prompt_tokens)
@@ -122,14 +122,14 @@ class Dispatcher:
         for job in reversed(lost):
             job.engine, self.waiting[job.uid] = None, job
             self.waiting.move_to_end(job.uid, last=False)
-        for held in self._prefixes.values():
-            held.pop(engine, None)
+        for tokens_by_engine in self._prefixes.values():
+            tokens_by_engine.pop(engine, None)
         return [job.uid for job in lost]
 
     def _remember(self, prefix: Prefix, engine: int, tokens: int) -> None:
         """Remember how many tokens of a row's prompt the engine has computed."""
-        held = self._prefixes.setdefault(prefix, {})
-        held[engine] = tokens if len(prefix) == 3 else min(tokens, held.get(engine, tokens))
+        tokens_by_engine = self._prefixes.setdefault(prefix, {})
+        tokens_by_engine[engine] = tokens if len(prefix) == 3 else min(tokens, tokens_by_engine.get(engine, tokens))
         self._prefixes.move_to_end(prefix)
         if len(self._prefixes) > PREFIXES:
             self._prefixes.popitem(last=False)

@@ -363,8 +363,8 @@ class ResumingEngine:
             await change()
         finally:
             # Resumes preempted rows, and starts rows that were submitted in the meantime.
-            held, self._deferred = self._deferred or [], None
-            for requests, ended in held:
+            deferred, self._deferred = self._deferred or [], None
+            for requests, ended in deferred:
                 self.start_rows(requests, ended)
 
 

@@ -201,10 +201,10 @@ def loaded_blocks(
     """
     sources: dict[str, tuple[str, torch.Size, Box]] = {}
     for name, shape in shapes.items():
-        held = hub_names.blocks_of(name, shape)
-        if held is None:
+        blocks = hub_names.blocks_of(name, shape)
+        if blocks is None:
             raise WeightsNotLive(f"the hub keeps {name} in another form")
-        sources |= {stored: (name, stored_shape, box) for stored, stored_shape, box in held}
+        sources |= {stored: (name, stored_shape, box) for stored, stored_shape, box in blocks}
     checkpoint = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (_, shape, _) in sources.items()}
     with CopyWatch() as watch:
         try:

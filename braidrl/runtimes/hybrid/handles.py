@@ -222,13 +222,13 @@ class Handle:
             if not output.holds(reads):
                 continue
             positions = (rows >= 0).nonzero().flatten()
-            held, columns = output.worker[rows[positions]], None
+            worker_of_row, columns = output.worker[rows[positions]], None
             if output.index is None:
-                awaited += [output.future_of[worker] for worker in sorted(set(held.tolist()))]
+                awaited += [output.future_of[worker] for worker in sorted(set(worker_of_row.tolist()))]
             else:
                 columns = tuple(sorted(output.payload if reads is None else output.payload & reads))
             workers, row_numbers = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
-            workers[positions], row_numbers[positions] = held, output.row[rows[positions]]
+            workers[positions], row_numbers[positions] = worker_of_row, output.row[rows[positions]]
             kept.append((output.key, columns, workers.numpy(), row_numbers.numpy()))
         index = self.index
         if reads is None:

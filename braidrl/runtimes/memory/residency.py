@@ -200,20 +200,20 @@ class Residency:
         if self.budget is None:
             return
         assert isinstance(worker, ShardedBackend), f"check_backends lets {worker.role} have no other here"
-        held = held_by(worker)
+        parts = held_by(worker)
         if engine is not None and (memory := engine.memory) is not None:
             shared = memory.model is worker.shared_model
             parameters = [] if shared else list(memory.model.parameters())
             weights = sum(storage.nbytes() for storage in storages(parameters))
             offloadable = OffloadableTensors(lambda: parameters)
-            held[Asset(worker.role, "engine")] = Held(memory.cache_bytes + weights, offloadable, engine.clear, weights)
+            parts[Asset(worker.role, "engine")] = Held(memory.cache_bytes + weights, offloadable, engine.clear, weights)
             if shared:
                 self.shared |= {worker.role}
         if inferring is not None:
-            held[Asset(worker.role, "inference")] = held_by(inferring)[Asset(worker.role, "weights")]
+            parts[Asset(worker.role, "inference")] = held_by(inferring)[Asset(worker.role, "weights")]
             self.copied |= {worker.role}
-        self.held |= held
-        self.resident |= held.keys()
+        self.held |= parts
+        self.resident |= parts.keys()
         self.move(frozenset())
 
     def begin(self) -> None:

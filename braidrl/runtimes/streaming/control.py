@@ -286,7 +286,7 @@ class ControlPlane(QueueController):
             self.activity.updates.add(f"weights/{role}/update_seconds", seconds)
         # A restarted engine may need the target version; older ones are needed only by engines that are loading them.
         self._free(self.weights.outdated(self.loading.needed_versions))
-        if self.forgotten and all(held.version != UNKNOWN for held in self.loading.engines.values()):
+        if self.forgotten and all(engine.version != UNKNOWN for engine in self.loading.engines.values()):
             self._free(self.forgotten)
             self.forgotten = []
 
@@ -498,7 +498,7 @@ class ControlPlane(QueueController):
         return {
             **{f"streaming/workers/{group}": float(count) for group, count in sorted(groups.items())},
             "streaming/in_flight": float(sum(self.rows_held(name) for name in engines)),
-            "streaming/oldest_version": float(min((held.version for held in engines.values()), default=0)),
+            "streaming/oldest_version": float(min((engine.version for engine in engines.values()), default=0)),
         }
 
     def _note_activity(self, workers: Collection[str] = ()) -> None:

@@ -489,12 +489,12 @@ def work_in(group: Group, arguments: Mapping[str, Any]) -> None:
         ranks = DataParallel(supervisor=world)
     consumers = {**Consumers(flow).by_name, **Consumers(prepared.evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
-    held = [str(group.role)] if group.kind == "model" else []
+    local_roles = [str(group.role)] if group.kind == "model" else []
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
 
     def context(rewards: RuleRewards | None = None) -> WorkerContext:
         parts = replace(prepared, running=rewards)
-        executor = StageExecutor(parts, held, Progress(bars=False), generating, ranks, group.trained, checks)
+        executor = StageExecutor(parts, local_roles, Progress(bars=False), generating, ranks, group.trained, checks)
         leader = arguments["leader"], arguments["queue"]
         return WorkerContext(group, config.streaming, consumers, executor, data, trace, *leader, location.run, ip)
 

@@ -302,10 +302,10 @@ class StreamSchedule:
         take no row now.
         """
         rows = self.tasks.left(lease)
-        held = {row for lease_held in self.tasks.leases.of(lease.holder) for row in self.tasks.left(lease_held)}
-        if suspects.isdisjoint(held):
+        leased = {row for lease_held in self.tasks.leases.of(lease.holder) for row in self.tasks.left(lease_held)}
+        if suspects.isdisjoint(leased):
             return lease
-        before = held.difference(rows)
+        before = leased.difference(rows)
         chosen = (
             [row for row in rows if row not in suspects] if before else [row for row in rows if row in suspects][:1]
         )

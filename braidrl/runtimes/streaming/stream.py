@@ -230,7 +230,7 @@ class Stream:
         """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks to
         free.
         """
-        lost, held = self.tasks.held(done, parts, now)
+        lost, rows_by_lease = self.tasks.rows_by_lease(done, parts, now)
         freed, versions = list[Block](), dict[Uid, int]()
         for part, _ in parts:
             # A generate stage writes the oldest version of each row.
@@ -241,7 +241,7 @@ class Stream:
                 tokens = part.index.get(f"{column.removesuffix('version')}action_tokens")
                 empty = [uid for uid, position in part.rows.items() if tokens is not None and not tokens[position]]
                 versions.update({uid: trained_on(self.schedule.iteration_of[uid[1]]) for uid in empty})
-        for lease, rows in held.items():
+        for lease, rows in rows_by_lease.items():
             if unfinished:
                 self.schedule.suspend(lease, {row: versions[row] for row in rows})
             else:
@@ -255,7 +255,7 @@ class Stream:
             else:
                 freed += part.blocks
         if not unfinished:
-            self.schedule.done(name, [row for rows in held.values() for row in rows], versions)
+            self.schedule.done(name, [row for rows in rows_by_lease.values() for row in rows], versions)
         return lost, freed
 
     def decide(self) -> None:

@@ -141,12 +141,12 @@ class Versions:
         """Return True if every version is in a file that survives the ranks that wrote it."""
         return all(location.path for location in self.locations())
 
-    def between(self, held: int, newest: int) -> list[Weights]:
+    def between(self, current: int, newest: int) -> list[Weights]:
         """Return the updates from one version to another: for each changed role its newest version up to `newest`."""
         chosen: list[Weights] = []
         for role, locations in self.by_role.items():
             version = newest_of(locations, newest)
-            if version > held:
+            if version > current:
                 chosen.append((role, version, locations[version]))
         return chosen
 

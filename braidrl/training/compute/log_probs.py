@@ -118,8 +118,8 @@ def linear_log_probs(
         vocabulary, weight = Vocabulary(start, weight.device_mesh.get_group(), cap), weight.to_local()
     kernels = chunk_kernels(weight, compiled and vocabulary.group is None and cap is None)
     if chunk_elements is None:
-        held = weight.dtype if kernels else torch.promote_types(weight.dtype, torch.float32)
-        chunk_elements = CHUNK_BYTES // held.itemsize
+        logits_dtype = weight.dtype if kernels else torch.promote_types(weight.dtype, torch.float32)
+        chunk_elements = CHUNK_BYTES // logits_dtype.itemsize
     parts = chunks(len(hidden), len(weight), chunk_elements)
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, targets, temperature, with_entropy_grad, parts, kernels or vocabulary, vocabulary.group

@@ -296,12 +296,12 @@ def plan_shared(
     """
     parts: list[Family] = []
     for family in families_of(rows, rope_lengths) or []:
-        start, held = 0, family.prompt
+        start, block_tokens = 0, family.prompt
         for i, length in enumerate(family.responses):
-            if i > start and held + length > max_tokens:
+            if i > start and block_tokens + length > max_tokens:
                 parts.append(Family(family.prompt, family.responses[start:i], family.rows[start:i]))
-                start, held = i, family.prompt
-            held += length
+                start, block_tokens = i, family.prompt
+            block_tokens += length
         parts.append(Family(family.prompt, family.responses[start:], family.rows[start:]))
     uids = rows.uids()
     tokens, preferred = [part.tokens for part in parts], None

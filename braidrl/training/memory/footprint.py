@@ -276,8 +276,8 @@ def working_bytes(
     if layout.shard != "none":
         gathered = layers if layout.shard == "optimizer" else min(2, layers)
         experts = gathered * layer_experts(shape) if layout.expert > 1 else 0
-        held = beside_layers(shape, layout) + gathered * shape.layer_parameters - experts
-        parts["weights gathered"] = held * width // layout.tensor + experts * width // layout.expert
+        gathered_parameters = beside_layers(shape, layout) + gathered * shape.layer_parameters - experts
+        parts["weights gathered"] = gathered_parameters * width // layout.tensor + experts * width // layout.expert
     if layout.expert > 1:
         # A layer's rows in the all-to-all to experts and back, with an even load.
         share = -(-tokens // (layout.token_ranks * layout.tensor))

@@ -273,12 +273,12 @@ class DataParallel(Ranks):
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
                 twice = any(parameter is tied for tied in self.tied_embedding)
-                held = self.size // self.layout.pipeline * (2 if twice else 1)
+                copies = self.size // self.layout.pipeline * (2 if twice else 1)
                 shards = 1
                 if isinstance(parameter, DTensor):
                     axes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
                     shards = math.prod(size for size, placement in axes if not placement.is_replicate())
-                squares = squares.to(gradient.device) + gradient.double().square().sum() * shards / held
+                squares = squares.to(gradient.device) + gradient.double().square().sum() * shards / copies
         squares = squares.cpu()
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)

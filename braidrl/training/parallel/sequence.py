@@ -167,18 +167,18 @@ class ShardedAttention(AttentionContext):
         """
         assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
         lengths, device, rank = self.sequences.lengths, self.sequences.offsets.device, self.groups.tokens.rank()
-        held, assigned = [0] * self.groups.tokens.size(), [0] * len(lengths)
+        loads, assigned = [0] * self.groups.tokens.size(), [0] * len(lengths)
         for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-            assigned[number] = held.index(min(held))
-            held[assigned[number]] += lengths[number]
+            assigned[number] = loads.index(min(loads))
+            loads[assigned[number]] += lengths[number]
         local_lengths = [length for length, owner in zip(lengths, assigned, strict=True) if owner == rank]
-        owner = torch.tensor(assigned).repeat_interleave(torch.tensor(lengths)).view(len(held), -1)
+        owner = torch.tensor(assigned).repeat_interleave(torch.tensor(lengths)).view(len(loads), -1)
         order = owner[rank].argsort(stable=True)
         return (
             PackedSequences.of(local_lengths or [1], device, self.sequences.keep_scores),
             order.to(device),
             order.argsort().to(device),
-            owner[rank].bincount(minlength=len(held)).tolist(),
+            owner[rank].bincount(minlength=len(loads)).tolist(),
             (owner == rank).sum(1).tolist(),
         )
 
