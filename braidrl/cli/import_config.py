@@ -105,8 +105,11 @@ def trl_flow(keys: Mapping[str, Any]) -> str:
 
 
 def openrlhf_flow(keys: Mapping[str, Any]) -> str:
-    word = re.search(r"train_(sft|dpo|rm|ppo)", str(keys.get(COMMAND_LINE, "")))
-    named = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}.get(word[1] if word else "")
+    word = re.search(r"train_(\w+?)(?:_ray)?(?:\.py)?$", str(keys.get(COMMAND_LINE, "")))
+    trainer = word[1] if word else "ppo"
+    if trainer not in ("sft", "dpo", "rm", "ppo"):
+        raise UserError(f"OpenRLHF's train_{trainer} has no counterpart; those of sft, dpo, rm and ppo are read")
+    named = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}.get(trainer)
     return named or import_rules.OPENRLHF_FLOWS.get(str(keys.get("advantage_estimator", "gae")), "grpo")
 
 
@@ -147,8 +150,16 @@ FRAMEWORKS = {
     framework.name: framework
     for framework in (
         Framework(
+            "verl-SFT",
+            re.compile(r"verl[\w.]*sft_trainer\w*$"),
+            frozenset({"model.partial_pretrain"}),
+            has_overrides=True,
+            flow=lambda given: "sft",
+            finish=import_rules.finish_verl_sft,
+        ),
+        Framework(
             "verl",
-            re.compile(r"verl[\w.]*\.(?:main_\w+|\w*trainer\w*)$|main_(?:ppo|dapo)(?:\.py)?$"),
+            re.compile(r"verl[\w.]*\.(?:main_(?!eval|generation)\w+|\w*trainer\w*)$|main_(?:ppo|dapo)(?:\.py)?$"),
             frozenset({"actor_rollout_ref.", "algorithm.adv_estimator", "data.train_files"}),
             has_overrides=True,
             flow=verl_flow,
@@ -189,7 +200,9 @@ FRAMEWORKS = {
                     "dataset_name",
                 }
             ),
-            starts=lambda words, at: words[at] not in ("sft", "dpo", "reward") or "trl" in words[:at],
+            starts=lambda words, at: (
+                "online" not in words[at] and (words[at] not in ("sft", "dpo", "reward") or "trl" in words[:at])
+            ),
             flow=trl_flow,
             finish=finish_trl,
         ),
@@ -301,6 +314,9 @@ def training_of(words: list[str], path: Path) -> tuple[Framework, dict[str, Any]
         pairs = list((overrides if framework.has_overrides else arguments)(rest))
         begin = words.index("launch") + 1 if "launch" in words[:at] else 0
         launched = dict(arguments([word for word in words[begin:at] if word.startswith("-") or begin]))
+        if "torchrun" in words[:at]:
+            launched = {k: v for k, v in arguments(words[words.index("torchrun") + 1 : at - 1]) if k != words[at - 1]}
+            pairs = [*(launched.items() if framework.name == "verl-SFT" else ()), *pairs]
         keys = {COMMAND_LINE: " ".join(words[max(0, at - 1) : at + 1]), **dict(pairs)}
         if framework.name == "TRL":
             keys = {**launched, **keys} if begin else keys

@@ -776,6 +776,37 @@ def finish_areal(imported: Imported) -> None:
         )
 
 
+# verl's supervised trainer.
+
+
+def nested_field(imported: Imported, value: Any, to: str) -> Any:
+    """Set a field of every source, or the field inside it that verl's `prompt_dict_keys` names."""
+    inner = imported.get(imported.key.replace("_key", "_dict_keys"))
+    names = inner if isinstance(inner, list) else [inner] if inner else []
+    return of_source(imported, ".".join([str(value), *map(str, names[:1])]), to)
+
+
+def processes(imported: Imported, value: Any, to: str) -> Any:
+    count = imported.number("nproc_per_node", "trainer.n_gpus_per_node") * imported.number("nnodes", "trainer.nnodes")
+    if count == 1:
+        return imported.together.append(to)
+    imported.made.setdefault("runtime", "distributed")
+    imported.made["trainer.layout"] = {"shard": "full", **imported.made.get("trainer.layout", {})}
+    return count
+
+
+def verl_sft_lora(imported: Imported, value: Any, to: str) -> Any:
+    rank, targets = imported.number("model.lora_rank", default=0), imported.get("model.target_modules")
+    if not rank:
+        return None
+    settings = {"rank": rank, "alpha": float(imported.number("model.lora_alpha", default=16))}
+    return {**settings, "targets": targets} if isinstance(targets, list) else settings
+
+
+def finish_verl_sft(imported: Imported) -> None:
+    imported.made["rollout.samples_per_prompt"] = 1
+
+
 # prime-rl.
 
 
@@ -982,6 +1013,9 @@ RULES: dict[str, Rule] = {
     "behaviour_cap": behaviour_cap,
     "group_norm": group_norm,
     "offpolicyness": offpolicyness,
+    "nested_field": nested_field,
+    "processes": processes,
+    "verl_sft_lora": verl_sft_lora,
     "prime_batch": prime_batch,
     "prime_lora": prime_lora,
     "environment": environment,

@@ -204,6 +204,40 @@ def test_trls_negated_arguments_and_betas_default_are_read(tmp_path: Path) -> No
     assert config.algorithm["beta"] == 0.1 and {"remove_unused_columns", "bf16"} <= outcomes.keys()
 
 
+def test_verls_supervised_script_keeps_fields_adapters_and_processes(tmp_path: Path) -> None:
+    text = (
+        "torchrun --standalone --nnodes=1 --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer \\\n"
+        " data.train_files=a.parquet data.prompt_key=extra_info data.prompt_dict_keys=['question'] \\\n"
+        " +data.response_dict_keys=['answer'] \\\n"
+        " data.response_key=extra_info model.partial_pretrain=m model.lora_rank=8 optim.lr=1e-4 \\\n"
+        " trainer.total_training_steps=20 optim.warmup_steps_ratio=0.1 ulysses_sequence_parallel_size=2\n"
+        "python3 -m verl.trainer.main_generation model.path=b data.path=c\n"
+    )
+    config, outcomes = imported(tmp_path, "run.sh", text)
+    (source,) = config.data.train
+    assert (source.prompt_field, source.response_field) == ("extra_info.question", "extra_info.answer")
+    assert (config.flow, config.workers, config.trainer.layout.sequence, config.trainer.warmup_steps) == (
+        "sft",
+        2,
+        2,
+        2,
+    )
+    assert config.trainer.lora is not None and config.trainer.learning_rate == 1e-4 and not kinds(outcomes, DECIDE)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("python3 -m openrlhf.cli.train_kto --pretrain m", "train_kto has no counterpart"),
+        ("python examples/scripts/online_dpo.py --model_name_or_path m", "starts no training that is known"),
+        ("trl kto --model_name_or_path m", "starts no training that is known"),
+    ],
+)
+def test_trainers_without_a_recipe_are_refused_in_a_line(command: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        imported(tmp_path, "run.sh", command)
+
+
 ARRAYS = {
     "sums and defaults": ('A=(--n $((2*(3+4))) --m "$(( 1 + 1 ))")', ["--n", "14", "--m", "2"]),
     "declared": (
@@ -238,6 +272,7 @@ def test_scripts_that_a_script_sources_are_read_once(tmp_path: Path) -> None:
 
 
 FLOWS: Mapping[str, set[str]] = {
+    "verl-SFT": {"sft"},
     "verl": {*import_rules.VERL_FLOWS.values(), "dapo"},
     "OpenRLHF": {*import_rules.OPENRLHF_FLOWS.values(), "sft", "dpo", "reward_model"},
     "slime": set(import_rules.SLIME_FLOWS.values()),
