@@ -90,8 +90,8 @@ class TurnTemplate:
 
         Raises UserError if the chat template refuses the messages.
         """
-        kept = self.kept(context)
-        messages = [{"role": "user", "content": kept}] if isinstance(kept, str) else kept
+        messages = self.kept(context)
+        messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         if not self.template.is_chat:
             text = "\n\n".join(map(self.template.plain_text, messages))
             return self.expanded(self.template.encode_texts([text])[0], messages)

@@ -34,8 +34,8 @@ def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> T
     Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows are excluded from the loss, but not from their
     group's statistics.
     """
-    kept = (finish_reason != CUT_OFF).to(torch.float32)
-    return kept if loss_mask is None else kept * loss_mask
+    is_complete = (finish_reason != CUT_OFF).to(torch.float32)
+    return is_complete if loss_mask is None else is_complete * loss_mask
 
 
 @shapes.register(writes=["loss_mask", "statistics_mask"])

@@ -133,15 +133,15 @@ def prime_flow(keys: Mapping[str, Any]) -> str:
 def finish_verl(imported: Imported) -> None:
     if imported.flow == "ppo":
         import_rules.reward_model(imported, None, "")
-    if "workers" not in imported.made and (count := import_rules.workers(imported, None, "")):
-        imported.made["workers"] = count
+    if "workers" not in imported.converted and (count := import_rules.workers(imported, None, "")):
+        imported.converted["workers"] = count
     import_rules.loss_alone(imported)
     import_rules.rewards_by_source(imported)
 
 
 def finish_trl(imported: Imported) -> None:
     import_rules.trl_batch(imported)
-    if COMMAND_LINE not in imported.given and imported.flow not in ("grpo", "rloo"):
+    if COMMAND_LINE not in imported.source_keys and imported.flow not in ("grpo", "rloo"):
         imported.advice["flow"] = f"{imported.flow} is a guess: a YAML file of TRL does not name its trainer"
     import_rules.loss_alone(imported)
 
@@ -227,7 +227,7 @@ def read_source(path: Path) -> tuple[Framework, dict[str, Any]]:
     if path.suffix == ".py":
         script = PythonScript(path)
         if command := script.command():
-            return FRAMEWORKS["TRL"], {COMMAND_LINE: f"trl {command}", **script.given()}
+            return FRAMEWORKS["TRL"], {COMMAND_LINE: f"trl {command}", **script.source_keys()}
         raise UserError(f"{path} calls no trainer of TRL, such as GRPOTrainer")
     if path.suffix not in (".yaml", ".yml", ".toml"):
         return read_script(path)
@@ -382,7 +382,7 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     order = {key: number for number, key in enumerate(framework.table)}
     keys = sorted(defaults | usable, key=lambda key: order.get(key, len(order)))
     imported = Imported(defaults | usable, path.parent)
-    imported.flow = imported.made["flow"] = flow
+    imported.flow = imported.converted["flow"] = flow
     outcomes = {key: translate(framework, imported, key) for key in keys}
     framework.finish(imported)
     for key, outcome in outcomes.items():
@@ -390,7 +390,8 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
             outcomes[key] = KeyOutcome(DECIDE, reason)
         elif outcome.kind == TRANSLATED:
             targets = [
-                name if name in imported.made else imported.moved.get(name, name) for name in outcome.text.split(", ")
+                name if name in imported.converted else imported.moved.get(name, name)
+                for name in outcome.text.split(", ")
             ]
             outcomes[key] = KeyOutcome(TRANSLATED, ", ".join(dict.fromkeys(targets)))
     for key in source_keys.keys() - usable.keys():
@@ -401,12 +402,12 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
     theirs = {name: key for key, name in names.items()}
     for key, advice in (imported.advice | notes).items():
         outcomes[theirs.get(key, key)] = KeyOutcome(DECIDE, advice)
-    if "model" not in imported.made:
+    if "model" not in imported.converted:
         raise UserError(f"{path} names no model of {framework.name}; is it a whole configuration?")
     is_advised = any(outcome.text.startswith("trainer.steps") for outcome in outcomes.values())
-    if "trainer.steps" not in imported.made and not is_advised:
+    if "trainer.steps" not in imported.converted and not is_advised:
         outcomes["trainer.steps"] = KeyOutcome(DECIDE, f"{framework.name} counts epochs; write trainer.steps")
-    return nested(imported.made), outcomes
+    return nested(imported.converted), outcomes
 
 
 def default_of(value: Any, flow: str) -> Any:
@@ -438,7 +439,7 @@ def without_value(key: str, value: Any) -> KeyOutcome:
 
 def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
     """Translate one key into Braid's configuration; return the outcome."""
-    row, value = framework.row(key), imported.given[key]
+    row, value = framework.row(key), imported.source_keys[key]
     if row is None:
         return KeyOutcome(DECIDE, f"{framework.name} has no such key; is it of your own, or of another version?")
     note, to = row.get("note", "no counterpart"), row.get("to", "")
@@ -448,7 +449,7 @@ def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
         return KeyOutcome(DECIDE, advice) if value not in (False, 0) else KeyOutcome(WITHOUT, "it is off")
     if "to" not in row and "rule" not in row:
         return KeyOutcome(WITHOUT, note if value not in (False, 0) else f"it is off; {note}")
-    before, together = dict(imported.made), len(imported.together)
+    before, together = dict(imported.converted), len(imported.together)
     values = {str(theirs).lower(): ours for theirs, ours in row.get("values", {}).items()}
     if values and "rule" not in row:
         is_known = str(value).lower() in values
@@ -464,14 +465,14 @@ def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
     if isinstance(translated, Decide):
         return KeyOutcome(DECIDE, translated)
     if translated is not None:
-        imported.made[to] = translated
+        imported.converted[to] = translated
         return KeyOutcome(TRANSLATED, to)
     if len(imported.together) > together:
         return KeyOutcome(TRANSLATED, to)
-    changed = [name for name, setting in imported.made.items() if name not in before or before[name] != setting]
+    changed = [name for name, setting in imported.converted.items() if name not in before or before[name] != setting]
     if changed:
         return KeyOutcome(TRANSLATED, ", ".join(changed))
-    related = to and (to in imported.made or any(name.startswith(f"{to}.") for name in imported.made))
+    related = to and (to in imported.converted or any(name.startswith(f"{to}.") for name in imported.converted))
     return KeyOutcome(TRANSLATED, to) if related else KeyOutcome(WITHOUT, f"no effect with the other keys; {note}")
 
 

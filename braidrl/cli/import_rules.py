@@ -50,13 +50,13 @@ class Decide(str):
 class Imported:
     """A configuration of another framework by its keys, including its defaults, and the keys of Braid made from it."""
 
-    given: Mapping[str, Any]
+    source_keys: Mapping[str, Any]
     folder: Path = Path()
     """Folder of the configuration, for data files with relative paths."""
     flow: str = "grpo"
     key: str = ""
     """The key for which a rule is called."""
-    made: dict[str, Any] = field(default_factory=dict)
+    converted: dict[str, Any] = field(default_factory=dict)
     together: list[str] = field(default_factory=list)
     """Keys of Braid made from several keys, by the row of another key or at the end."""
     advice: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Imported:
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """Return the first value that is set, among several names of one setting."""
-        return next((self.given[key] for key in keys if self.given.get(key) not in (None, *UNSET)), default)
+        return next((self.source_keys[key] for key in keys if self.source_keys.get(key) not in (None, *UNSET)), default)
 
     def number(self, *keys: str, default: int = 1) -> int:
         value = self.get(*keys, default=default)
@@ -84,7 +84,7 @@ Rule = Callable[[Imported, Any, str], Any]
 def flow(imported: Imported, value: Any, to: str, names: Mapping[str, str]) -> Any:
     name = str(value).rpartition(".")[2].lower()
     if name in BASELINES:
-        imported.made["algorithm.baseline"] = True
+        imported.converted["algorithm.baseline"] = True
     return imported.flow if name in names else Decide(f"no recipe is called {name}; see `braid list recipes`")
 
 
@@ -93,7 +93,7 @@ def coefficient_of_kl(imported: Imported, in_loss: Any, in_reward: Any, estimato
     advice, value = None, 0.0
     if imported.flow not in ("grpo", *HAVE_KL_IN_REWARD):
         return Decide(f"{imported.flow} has no KL term; grpo has") if in_loss or in_reward else None
-    takes_loss = imported.flow == "grpo" or imported.made.get("algorithm.baseline", False)
+    takes_loss = imported.flow == "grpo" or imported.converted.get("algorithm.baseline", False)
     if in_loss and takes_loss:
         value = in_loss
     elif in_reward and not takes_loss:
@@ -101,8 +101,8 @@ def coefficient_of_kl(imported: Imported, in_loss: Any, in_reward: Any, estimato
     elif in_loss or in_reward:
         where = "in the loss" if takes_loss else "in the reward"
         advice = Decide(f"{imported.flow} has its KL term {where}")
-    imported.made["algorithm.kl_coef"] = float(value)
-    if imported.made.get("algorithm.baseline"):
+    imported.converted["algorithm.kl_coef"] = float(value)
+    if imported.converted.get("algorithm.baseline"):
         imported.together.append("algorithm.kl_coef")
         estimator = None if estimator == "k2" else estimator  # its own
         return advice or (Decide("the recipe with a baseline has the estimator k2") if value and estimator else None)
@@ -110,7 +110,7 @@ def coefficient_of_kl(imported: Imported, in_loss: Any, in_reward: Any, estimato
         known_estimator = ESTIMATORS.get(str(estimator).rstrip("+"))
         if known_estimator is None:
             return Decide(f"no estimator is called {estimator}; see `braid list kl-estimators`")
-        imported.made["algorithm.kl_estimator"] = known_estimator
+        imported.converted["algorithm.kl_estimator"] = known_estimator
     return advice
 
 
@@ -119,7 +119,7 @@ def verl_kl(imported: Imported, value: Any, to: str) -> Any:
     uses = imported.get("algorithm.use_kl_in_reward")
     in_reward = imported.get("algorithm.kl_ctrl.kl_coef", default=0.001) if uses else 0
     if uses and imported.get("algorithm.kl_ctrl.type") == "adaptive" and imported.flow == "ppo":
-        imported.made["algorithm.kl_target"] = imported.get("algorithm.kl_ctrl.target_kl", default=0.1)
+        imported.converted["algorithm.kl_target"] = imported.get("algorithm.kl_ctrl.target_kl", default=0.1)
     loss, reward = (f"{ACTOR}.kl_loss_type", "low_var_kl"), ("algorithm.kl_penalty", "kl")
     key, usual = loss if in_loss and imported.flow == "grpo" else reward
     return coefficient_of_kl(imported, in_loss, in_reward, imported.get(key, default=usual))
@@ -140,7 +140,7 @@ def openrlhf_kl(imported: Imported, value: Any, to: str) -> Any:
 
 def trl_beta(imported: Imported, value: Any, to: str) -> Any:
     if imported.flow == "dpo":
-        imported.made["algorithm.beta"] = float(value)
+        imported.converted["algorithm.beta"] = float(value)
         return None
     if imported.flow in ("grpo", "rloo"):
         return float(value)
@@ -149,8 +149,8 @@ def trl_beta(imported: Imported, value: Any, to: str) -> Any:
 
 def clip(imported: Imported, value: Any, to: str, both: str, low: str, high: str) -> Any:
     usual = imported.get(both, default=0.2)
-    imported.made["algorithm.clip_low"] = imported.get(low, default=usual)
-    imported.made["algorithm.clip_high"] = imported.get(high, default=usual)
+    imported.converted["algorithm.clip_low"] = imported.get(low, default=usual)
+    imported.converted["algorithm.clip_high"] = imported.get(high, default=usual)
 
 
 LOSSES: Mapping[str, Callable[[Imported, float, float], dict[str, Any]]] = {
@@ -205,7 +205,10 @@ def covariance(imported: Imported, value: Any, to: str) -> None:
     loss_mode, setting = COVARIANCE[imported.key.rpartition(".")[2]]
     if imported.get(f"{POLICY_LOSS}.loss_mode") != loss_mode:
         return
-    imported.made["algorithm.covariance"] = {**imported.made.get("algorithm.covariance", {}), setting: float(value)}
+    imported.converted["algorithm.covariance"] = {
+        **imported.converted.get("algorithm.covariance", {}),
+        setting: float(value),
+    }
     if loss_mode == "clip_cov":
         imported.advice[f"{POLICY_LOSS}.loss_mode"] = (
             "written as the loss clip_cov, which takes the highest covariances between its bounds; verl draws at random"
@@ -214,7 +217,7 @@ def covariance(imported: Imported, value: Any, to: str) -> None:
 
 def loss_kl(imported: Imported, value: Any, to: str) -> None:
     if imported.get(f"{POLICY_LOSS}.loss_mode") == "kl_cov":
-        imported.made["algorithm.loss"] = {"name": "kl_cov", "coef": float(value)}
+        imported.converted["algorithm.loss"] = {"name": "kl_cov", "coef": float(value)}
 
 
 def ratio_level(imported: Imported, value: Any, to: str) -> Any:
@@ -226,20 +229,20 @@ def ratio_level(imported: Imported, value: Any, to: str) -> Any:
 
 def loss_alone(imported: Imported) -> None:
     """Drop the settings of the recipe's default loss if the configuration names another loss."""
-    if not isinstance(named := imported.made.get("algorithm.loss"), dict):
+    if not isinstance(named := imported.converted.get("algorithm.loss"), dict):
         return
     # Losses with bounds already use them.
     lost = ("dual_clip",) if named.keys() & {"low", "high", "delta"} else ("clip_low", "clip_high", "dual_clip")
     for name in ("clip_low", "clip_high", "dual_clip"):
-        imported.made.pop(f"algorithm.{name}", None)
+        imported.converted.pop(f"algorithm.{name}", None)
         imported.moved[f"algorithm.{name}"] = "algorithm.loss"
     for name in lost:
         imported.dropped[f"algorithm.{name}"] = f"the loss {named['name']} has no {name}"
     if named["name"] in OVER_ROWS:
         over_rows = "seq-mean-token-mean"
-        if imported.made.get("algorithm.aggregate", over_rows) != over_rows:
+        if imported.converted.get("algorithm.aggregate", over_rows) != over_rows:
             imported.dropped["algorithm.aggregate"] = f"{named['name']} averages over rows: aggregate is {over_rows}"
-        imported.made["algorithm.aggregate"] = over_rows
+        imported.converted["algorithm.aggregate"] = over_rows
 
 
 def aggregate(imported: Imported, value: Any, to: str) -> Any:
@@ -259,9 +262,9 @@ def trl_loss(imported: Imported, value: Any, to: str) -> Any:
         return None if name == "nll" else Decide("the recipe sft has the log-likelihood; see `braid list losses`")
     means = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "bnpo": "token-mean", "cispo": "token-mean"}
     if name in means:
-        imported.made["algorithm.aggregate"] = means[name]
+        imported.converted["algorithm.aggregate"] = means[name]
     elif name == "dr_grpo":
-        imported.made["algorithm.aggregate"] = aggregate(imported, "seq-mean-token-sum-norm", to)
+        imported.converted["algorithm.aggregate"] = aggregate(imported, "seq-mean-token-sum-norm", to)
     translated = loss(imported, name, to) if name in LOSSES else None
     return translated if translated or name in means or name == "dr_grpo" else Decide("see `braid list losses`")
 
@@ -274,7 +277,7 @@ def overlong(imported: Imported, value: Any, to: str) -> Any:
 
 
 def overlong_factor(imported: Imported, value: Any, to: str) -> Any:
-    if float(value) != 1 and imported.made.get("algorithm.overlong_cache"):
+    if float(value) != 1 and imported.converted.get("algorithm.overlong_cache"):
         return Decide("the recipe dapo has the penalty 1: write the flow with another, see `braid flow dapo --yaml`")
     return None
 
@@ -356,11 +359,13 @@ def of_source(imported: Imported, value: Any, to: str) -> Any:
     def with_key(entry: Any) -> Any:
         return {**(entry if isinstance(entry, dict) else {"path": entry}), name: value}
 
-    train, held_out = imported.made.get("data.train"), imported.made.get("data.eval")
+    train, held_out = imported.converted.get("data.train"), imported.converted.get("data.eval")
     if train is not None:
-        imported.made["data.train"] = [with_key(entry) for entry in (train if isinstance(train, list) else [train])]
+        imported.converted["data.train"] = [
+            with_key(entry) for entry in (train if isinstance(train, list) else [train])
+        ]
     if isinstance(held_out, dict) and name not in ("first", "subset", "split"):
-        imported.made["data.eval"] = {key: with_key(entry) for key, entry in held_out.items()}
+        imported.converted["data.eval"] = {key: with_key(entry) for key, entry in held_out.items()}
     return None if train is not None else Decide("data.train names no file")
 
 
@@ -444,34 +449,34 @@ def verified(imported: Imported, entry: Any) -> list[Any]:
 
 def rewards_by_source(imported: Imported) -> None:
     """Set the verifiers that verl's default function chooses by the rows' `data_source`."""
-    if "reward.verify" in imported.made or imported.made.get("algorithm.reward") == "score":
+    if "reward.verify" in imported.converted or imported.converted.get("algorithm.reward") == "score":
         return
-    train = imported.made.get("data.train")
+    train = imported.converted.get("data.train")
     if train is not None:
         entries = [
             part for entry in (train if isinstance(train, list) else [train]) for part in verified(imported, entry)
         ]
         verifiers = [entry.get("verify") if isinstance(entry, dict) else None for entry in entries]
         if len(set(verifiers)) == 1 and verifiers[0]:
-            imported.made["reward.verify"] = verifiers[0]
+            imported.converted["reward.verify"] = verifiers[0]
             entries = [{key: part for key, part in entry.items() if key != "verify"} for entry in entries]
         short = [entry["path"] if isinstance(entry, dict) and len(entry) == 1 else entry for entry in entries]
-        imported.made["data.train"] = short[0] if len(short) == 1 and isinstance(short[0], str) else short
-    for name, entry in (imported.made.get("data.eval") or {}).items():
+        imported.converted["data.train"] = short[0] if len(short) == 1 and isinstance(short[0], str) else short
+    for name, entry in (imported.converted.get("data.eval") or {}).items():
         sources = verified(imported, entry)
         if (
             len(sources) == 1
             and isinstance(sources[0], dict)
-            and sources[0].get("verify") != imported.made.get("reward.verify")
+            and sources[0].get("verify") != imported.converted.get("reward.verify")
         ):
-            imported.made["data.eval"][name] = sources[0]
+            imported.converted["data.eval"][name] = sources[0]
 
 
 def verify(imported: Imported, value: Any, to: str) -> Any:
     for key in ("reward.custom_reward_function", "custom_reward_function"):
         if path := imported.get(f"{key}.path"):
             function = imported.get(f"{key}.name", default="compute_score")
-            imported.made["reward.verify"] = f"{path}:{function}"
+            imported.converted["reward.verify"] = f"{path}:{function}"
             imported.advice[f"{key}.path"] = (
                 f"rename the parameters of {function}: data_source to source, solution_str to response, ground_truth "
                 "to answer, extra_info to metadata"
@@ -554,9 +559,9 @@ MIXED = {"id": "path", "name": "subset", "config": "subset"}
 def reward_model(imported: Imported, value: Any, to: str) -> Any:
     path = imported.get("reward.reward_model.model_path", "reward_model.model.path")
     if path and imported.get("reward.reward_model.enable", "reward_model.enable"):
-        imported.made |= {"algorithm.reward": "score", "roles.reward.model": path}
+        imported.converted |= {"algorithm.reward": "score", "roles.reward.model": path}
     elif imported.flow == "ppo":
-        imported.made["algorithm.reward"] = "verify"
+        imported.converted["algorithm.reward"] = "verify"
 
 
 # Steps and rates.
@@ -580,9 +585,9 @@ def epochs(imported: Imported, value: Any, to: str) -> Any:
     named = imported.get("trainer.total_training_steps", "num_rollout", "max_steps", "total_train_steps")
     if named is not None:
         return None
-    train = imported.made.get("data.train")
+    train = imported.converted.get("data.train")
     counts = [rows_in(imported, entry) for entry in (train if isinstance(train, list) else [train])]
-    size = imported.made.get("trainer.prompts_per_step")
+    size = imported.converted.get("trainer.prompts_per_step")
     if train is None or None in counts or not size:
         return Decide("trainer.steps: the number of prompts divided by trainer.prompts_per_step, times the epochs")
     return max(1, int(sum(filter(None, counts)) // size * value))
@@ -592,7 +597,7 @@ def warmup(imported: Imported, value: Any, to: str) -> Any:
     """Return the steps of a share of the run's."""
     if not value:
         return None
-    if (steps := imported.made.get("trainer.steps")) is None:
+    if (steps := imported.converted.get("trainer.steps")) is None:
         return Decide(f"trainer.warmup_steps: {value} of trainer.steps")
     return round(float(value) * steps)
 
@@ -610,7 +615,7 @@ def optimizer(imported: Imported, value: Any, to: str) -> Any:
 
 
 def beta_of(number: int, imported: Imported, value: Any, to: str) -> Any:
-    betas = list(imported.made.get(to, (0.9, 0.999)))
+    betas = list(imported.converted.get(to, (0.9, 0.999)))
     betas[number] = float(value)
     return betas
 
@@ -634,28 +639,28 @@ def trl_batch(imported: Imported) -> None:
     passes = imported.number("steps_per_generation", default=imported.number("gradient_accumulation_steps"))
     batch = imported.number("generation_batch_size", default=per_device * passes)
     if imported.flow in ("grpo", "rloo"):
-        imported.made["trainer.prompts_per_step"] = max(1, batch // samples)
-        imported.made["trainer.rows_per_update"] = rows
+        imported.converted["trainer.prompts_per_step"] = max(1, batch // samples)
+        imported.converted["trainer.rows_per_update"] = rows
     else:
-        imported.made |= {
+        imported.converted |= {
             "trainer.prompts_per_step": rows,
             "rollout.samples_per_prompt": 2 if imported.flow != "sft" else 1,
         }
-    if "trainer.steps" not in imported.made:
+    if "trainer.steps" not in imported.converted:
         steps = epochs(imported, imported.get("num_train_epochs", default=3), "")
         if isinstance(steps, Decide):
             imported.advice.setdefault("num_train_epochs", steps)
         elif steps is not None:
-            imported.made["trainer.steps"] = steps
+            imported.converted["trainer.steps"] = steps
     if world > 1:
-        imported.made |= {"workers": world, "runtime": "distributed"}
+        imported.converted |= {"workers": world, "runtime": "distributed"}
 
 
 def train_batch(imported: Imported, value: Any, to: str) -> Any:
     """Return OpenRLHF's rows per optimizer step: the batch, if nothing is sampled."""
     if imported.flow not in ("sft", "dpo", "reward_model"):
         return int(value)
-    imported.made |= {
+    imported.converted |= {
         "trainer.prompts_per_step": int(value),
         "rollout.samples_per_prompt": 1 if imported.flow == "sft" else 2,
     }
@@ -668,12 +673,12 @@ def passes(imported: Imported, value: Any, to: str) -> Any:
         return int(value)
     steps = epochs(imported, value, to)
     if isinstance(steps, int):
-        imported.made["trainer.steps"] = steps
+        imported.converted["trainer.steps"] = steps
     return None if isinstance(steps, int) else steps
 
 
 def score(imported: Imported, value: Any, to: str) -> Any:
-    imported.made["algorithm.reward"] = "score"
+    imported.converted["algorithm.reward"] = "score"
     return str(value).split(",")[0]
 
 
@@ -692,7 +697,7 @@ def group_norm(imported: Imported, value: Any, to: str) -> Any:
         return Decide(f"rewards over the {value}: a stage advantage.whiten")
     has_deviation = imported.get("actor.reward_norm.std_level") == "group"
     if imported.flow == "grpo" and not has_deviation:
-        imported.made["algorithm.normalise"] = False
+        imported.converted["algorithm.normalise"] = False
     return imported.together.append("flow")
 
 
@@ -733,30 +738,30 @@ def allocation(imported: Imported, value: Any, to: str) -> Any:
     is_engine = imported.key == "rollout.backend"
     if (imported.key == "allocation_mode" and len(parts) > 1) or is_engine:
         if names[0] == "vllm":
-            imported.made["rollout.engine"] = "vllm"
+            imported.converted["rollout.engine"] = "vllm"
         elif names[0] == "sglang":
             imported.advice[imported.key] = (
                 "the layout is written; SGLang is a server: rollout.engine=http, rollout.servers={urls: [...], "
                 "dialect: sglang}"
             )
         if sizes[0].get("t", 1) > 1:
-            imported.made["rollout.tensor"] = sizes[0]["t"]
+            imported.converted["rollout.tensor"] = sizes[0]["t"]
         imported.together.append(to)
     if not is_engine:
         imported.together.append(to)
         layout = {AXES[axis]: n for axis, n in sizes[-1].items() if axis in AXES and n > 1}
         workers_of_trainer = math.prod(n for axis, n in sizes[-1].items() if axis != "e")
-        imported.made["workers"] = workers_of_trainer
+        imported.converted["workers"] = workers_of_trainer
         if workers_of_trainer > 1:
-            imported.made.setdefault("runtime", "distributed")
-            imported.made["trainer.layout"] = layout | ({"shard": "full"} if names[-1] in ("", "fsdp") else {})
+            imported.converted.setdefault("runtime", "distributed")
+            imported.converted["trainer.layout"] = layout | ({"shard": "full"} if names[-1] in ("", "fsdp") else {})
     return None
 
 
 def offpolicyness(imported: Imported, value: Any, to: str) -> Any:
     """Return the staleness of asynchronous runs; 0 is synchronous."""
     if int(value):
-        imported.made["runtime"] = "streaming"
+        imported.converted["runtime"] = "streaming"
     return int(value) or None
 
 
@@ -767,9 +772,9 @@ def areal_wandb(imported: Imported, value: Any, to: str) -> Any:
 def finish_areal(imported: Imported) -> None:
     loss_alone(imported)
     if imported.flow == "sft":
-        imported.made["rollout.samples_per_prompt"] = 1
-    elif "reward.verify" not in imported.made:
-        imported.made["reward.verify"] = "math"
+        imported.converted["rollout.samples_per_prompt"] = 1
+    elif "reward.verify" not in imported.converted:
+        imported.converted["reward.verify"] = "math"
         imported.advice["reward.verify"] = (
             "`math` is written, as AReaL's examples have it; its scripts name the reward: file.py:function, called "
             "with response and answer"
@@ -790,8 +795,8 @@ def processes(imported: Imported, value: Any, to: str) -> Any:
     count = imported.number("nproc_per_node", "trainer.n_gpus_per_node") * imported.number("nnodes", "trainer.nnodes")
     if count == 1:
         return imported.together.append(to)
-    imported.made.setdefault("runtime", "distributed")
-    imported.made["trainer.layout"] = {"shard": "full", **imported.made.get("trainer.layout", {})}
+    imported.converted.setdefault("runtime", "distributed")
+    imported.converted["trainer.layout"] = {"shard": "full", **imported.converted.get("trainer.layout", {})}
     return count
 
 
@@ -804,7 +809,7 @@ def verl_sft_lora(imported: Imported, value: Any, to: str) -> Any:
 
 
 def finish_verl_sft(imported: Imported) -> None:
-    imported.made["rollout.samples_per_prompt"] = 1
+    imported.converted["rollout.samples_per_prompt"] = 1
 
 
 # prime-rl.
@@ -832,7 +837,7 @@ def environment(imported: Imported, value: Any, to: str) -> Any:
 def environment_argument(imported: Imported, value: Any, to: str) -> None:
     """Add one of the taskset's settings to its parameters."""
     imported.together.append(to)
-    if isinstance(made := imported.made.get(to), dict):
+    if isinstance(made := imported.converted.get(to), dict):
         section = "args" if ".args." in imported.key else "taskset"
         *sections, name = imported.key.rpartition(f".{section}.")[2].split(".")
         parameters = made["params"]
@@ -847,16 +852,16 @@ def async_level(imported: Imported, value: Any, to: str) -> Any:
 
 def finish_prime(imported: Imported) -> None:
     if imported.flow == "sft":
-        imported.made["rollout.samples_per_prompt"] = 1
+        imported.converted["rollout.samples_per_prompt"] = 1
         return
-    imported.made.setdefault("algorithm.kl_coef", 0.0)
-    imported.made.setdefault("algorithm.normalise", False)
-    if "runtime" not in imported.made and "max_async_level" not in imported.given:
+    imported.converted.setdefault("algorithm.kl_coef", 0.0)
+    imported.converted.setdefault("algorithm.normalise", False)
+    if "runtime" not in imported.converted and "max_async_level" not in imported.source_keys:
         imported.advice["runtime"] = (
             "prime-rl generates ahead of training by default: runtime=streaming and trainer.max_staleness=1"
         )
-    if "rollout.environment" in imported.made:
-        others = [key for key in imported.given if re.search(r"env\.[1-9]\d*\.(?:taskset\.)?id$", key)]
+    if "rollout.environment" in imported.converted:
+        others = [key for key in imported.source_keys if re.search(r"env\.[1-9]\d*\.(?:taskset\.)?id$", key)]
         imported.advice |= dict.fromkeys(
             others, "a run has one environment, and this is another one: write one that mixes both, or run it alone"
         )
@@ -878,27 +883,27 @@ def devices(imported: Imported) -> int:
 
 def workers(imported: Imported, value: Any, to: str) -> Any:
     count = devices(imported)
-    if count == 1 or "workers" in imported.made:  # AReaL's allocation goes before its devices
+    if count == 1 or "workers" in imported.converted:  # AReaL's allocation goes before its devices
         return imported.together.append(to) if count > 1 else None
-    imported.made.setdefault("runtime", "hybrid")
+    imported.converted.setdefault("runtime", "hybrid")
     return count
 
 
 def axis(name: str, imported: Imported, value: Any, to: str) -> Any:
     """Set an axis of the trainer's layout."""
     if int(value) > 1:
-        imported.made.setdefault(to, {})[name] = int(value)
+        imported.converted.setdefault(to, {})[name] = int(value)
 
 
 def shard(imported: Imported, value: Any, to: str) -> Any:
     if str(value).startswith("fsdp") and devices(imported) > 1:
-        imported.made.setdefault(to, {})["shard"] = "full"
+        imported.converted.setdefault(to, {})["shard"] = "full"
 
 
 def zero(imported: Imported, value: Any, to: str) -> Any:
     """Set the sharding of a ZeRO stage."""
     if int(value) and devices(imported) > 1:
-        imported.made.setdefault(to, {})["shard"] = "full" if int(value) == 3 else "optimizer"
+        imported.converted.setdefault(to, {})["shard"] = "full" if int(value) == 3 else "optimizer"
 
 
 OFFLOAD = Decide(
@@ -928,11 +933,11 @@ def lora(imported: Imported, value: Any, to: str) -> Any:
 
 
 def vllm_more(imported: Imported, value: Any, to: str) -> Any:
-    imported.made |= {f"{to}.{name}": setting for name, setting in (value or {}).items()}
+    imported.converted |= {f"{to}.{name}": setting for name, setting in (value or {}).items()}
 
 
 def vllm_one(imported: Imported, value: Any, to: str) -> Any:
-    imported.made[f"{to}.{imported.key.rpartition('.')[2]}"] = value
+    imported.converted[f"{to}.{imported.key.rpartition('.')[2]}"] = value
 
 
 def vllm(imported: Imported, value: Any, to: str) -> Any:
@@ -940,7 +945,7 @@ def vllm(imported: Imported, value: Any, to: str) -> Any:
         imported.get(f"{ROLLOUT}.name") == "vllm"
         or imported.get("use_vllm")
         or imported.number("vllm_num_engines", default=0)
-        or imported.made.get("rollout.engine") == "vllm"
+        or imported.converted.get("rollout.engine") == "vllm"
     )
     if is_used and (to, value) in ONE:
         return imported.together.append(to)
@@ -950,7 +955,7 @@ def vllm(imported: Imported, value: Any, to: str) -> Any:
 def trackers(imported: Imported, value: Any, to: str) -> Any:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if sections := [{"name": name} for name in names if name in TRACKERS]:
-        imported.made[to] = [*imported.made.get(to, []), *sections]
+        imported.converted[to] = [*imported.converted.get(to, []), *sections]
     unknown = [name for name in names if name not in (*TRACKERS, "console", "file", "none", "False")]
     return Decide(f"no tracker is called {', '.join(unknown)}; see `braid list trackers`") if unknown else None
 
@@ -1023,14 +1028,14 @@ RULES: dict[str, Rule] = {
     "async_level": async_level,
     "at_least_one": lambda imported, value, to: len(value) if isinstance(value, list) else max(1, int(value)),
     "top_k": lambda imported, value, to: int(value) if 0 < int(value) < 10**6 else None,
-    "other_model": lambda imported, value, to: value if value != imported.made.get("model") else None,
+    "other_model": lambda imported, value, to: value if value != imported.converted.get("model") else None,
     "trl_clip": partial(clip, both="epsilon", low="epsilon", high="epsilon_high"),
-    "pair": lambda imported, value, to: imported.made.update(
+    "pair": lambda imported, value, to: imported.converted.update(
         {"algorithm.clip_low": float(value[0]), "algorithm.clip_high": float(value[1])}
     ),
     "loss": loss,
     "entry": lambda imported, value, to: {
-        **imported.made.get(to, {}),
+        **imported.converted.get(to, {}),
         imported.key.rpartition(".")[2]: value,
     },
     "covariance": covariance,
@@ -1084,7 +1089,7 @@ RULES: dict[str, Rule] = {
     "rows": lambda imported, value, to: int(value) * imported.number(f"{ROLLOUT}.n"),
     "negated": lambda imported, value, to: not value,
     "reference": lambda imported, value, to: (
-        value if value not in UNSET and imported.made.get("algorithm.kl_coef") else None
+        value if value not in UNSET and imported.converted.get("algorithm.kl_coef") else None
     ),
     "staleness": lambda imported, value, to: (
         int(value) if imported.get("trainer.v1.trainer_mode") == "separate_async" else None

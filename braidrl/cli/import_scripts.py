@@ -121,11 +121,11 @@ class Shell:
                     break
                 end += 1
             made = self.parameter(text[begin + 2 : end])
-            kept = text[begin : end + 1] if made is None else made
-            text = text[:begin] + kept + text[end + 1 :]
+            replaced = text[begin : end + 1] if made is None else made
+            text = text[:begin] + replaced + text[end + 1 :]
             if len(text) > MOST_EXPANDED:
                 raise UserError(f"a line of the script has more than {MOST_EXPANDED} characters with its variables")
-            begin = text.find("${", begin + len(kept))
+            begin = text.find("${", begin + len(replaced))
         return text
 
     def parameter(self, inner: str) -> str | None:
@@ -190,9 +190,9 @@ def cut_off(value: str, end: str, pattern: str, longest: bool) -> str:
 
 def script_lines(text: str) -> Iterator[str]:
     """Yield the logical lines of a script: continued lines are joined, and a quoted text may span lines."""
-    kept = "\n".join(line for line in without_here_documents(text) if not line.lstrip().startswith("#"))
+    uncommented = "\n".join(line for line in without_here_documents(text) if not line.lstrip().startswith("#"))
     pending = ""
-    for line in re.sub(r"[ \t]*\\[ \t]*\n", " ", kept).split("\n"):
+    for line in re.sub(r"[ \t]*\\[ \t]*\n", " ", uncommented).split("\n"):
         pending = f"{pending}\n{line}" if pending else line
         is_closed = False
         with suppress(ValueError):
@@ -219,7 +219,7 @@ def without_here_documents(text: str) -> Iterator[str]:
 
 def simple_commands(line: str) -> Iterator[str]:
     """Yield the commands of a line, which `;`, `&` and `|` separate, without redirections of their output."""
-    kept, quote, closing, at = "", "", list[str](), 0
+    command, quote, closing, at = "", "", list[str](), 0
     while at < len(line):
         char = line[at]
         if quote:
@@ -233,13 +233,13 @@ def simple_commands(line: str) -> Iterator[str]:
         elif not closing and (match := REDIRECTION.match(line, at)):
             at, char = match.end() - 1, " "
         elif not closing and char in ";|&":
-            yield kept
-            kept, char = "", ""
+            yield command
+            command, char = "", ""
         if char == "\\" and quote != "'":
-            kept, at = kept + line[at : at + 2], at + 2
+            command, at = command + line[at : at + 2], at + 2
             continue
-        kept, at = kept + char, at + 1
-    yield kept
+        command, at = command + char, at + 1
+    yield command
 
 
 class Array(NamedTuple):
@@ -366,7 +366,7 @@ class PythonScript:
         names = [name.rpartition(".")[2] for name in called if TRAINER.search(name)]
         return next((re.sub(r"Trainer|Config", "", name).lower() for name in names), "")
 
-    def given(self) -> dict[str, Any]:
+    def source_keys(self) -> dict[str, Any]:
         """Return keys and values, by the names of TRL's commands."""
         keys = dict[str, Any]()
         for node in ast.walk(self.tree):

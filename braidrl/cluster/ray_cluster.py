@@ -197,7 +197,7 @@ class RayCluster:
         """Release the reservations of a pool."""
         for group in {id(g): g for reservation in reservations if (g := reservation.strategy.placement_group)}.values():
             self.ray.util.remove_placement_group(group)
-            self.groups = [kept for kept in self.groups if kept.id != group.id]
+            self.groups = [remaining for remaining in self.groups if remaining.id != group.id]
 
     def start(self, worker: type, reservation: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call
@@ -308,7 +308,7 @@ class RayCluster:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        self.actors = [kept for kept in self.actors if not any(kept is actor for actor in actors)]
+        self.actors = [remaining for remaining in self.actors if not any(remaining is actor for actor in actors)]
         deadline = time.monotonic() + self.config.start_limit_s
         for name in names:
             while True:

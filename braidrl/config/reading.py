@@ -146,15 +146,15 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
 
 def without_gone(tree: Mapping[Any, Any], section: str = "") -> dict[Any, Any]:
     """Return a tree without keys of earlier versions that have their default. Raises UserError for another value."""
-    kept: dict[Any, Any] = {}
+    remaining: dict[Any, Any] = {}
     for key, value in tree.items():
         path = f"{section}{key}"
         gone = next((reason for pattern, reason in GONE.items() if fnmatchcase(path, pattern)), None)
         if gone is None:
-            kept[key] = without_gone(value, f"{path}.") if isinstance(value, dict) else value
+            remaining[key] = without_gone(value, f"{path}.") if isinstance(value, dict) else value
         elif value != gone[0]:
             raise UserError(f"{path} is gone: {gone[1]}")
-    return kept
+    return remaining
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -287,8 +287,8 @@ class Reading:
         values = record.get(field)
         values = [values] if values is not None and not isinstance(values, list | tuple) else values or []
         names = [images.add(image, beside) for image in values]
-        kept = {name: kept_messages(value, images, beside) for name, value in record.items() if name != field}
-        return ({**kept, field: names} if names else kept), names
+        stored = {name: kept_messages(value, images, beside) for name, value in record.items() if name != field}
+        return ({**stored, field: names} if names else stored), names
 
     def _with_images(self, example: Example, images: list[str], line: int) -> Example:
         """Return the example with a record's images at their marks. Raises BrokenImage for another number of marks."""

@@ -91,11 +91,11 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     name, cached = f"{source.stem}-{digest[:16]}", None
     # Remove cached libraries whose digest is wrong. A process that has loaded one keeps it.
-    for kept in sorted(cache_folder().glob(f"{name}.*.so")):
-        if kept.name == f"{name}.{hashlib.sha256(kept.read_bytes()).hexdigest()[:32]}.so":
-            cached = kept
+    for cached_library in sorted(cache_folder().glob(f"{name}.*.so")):
+        if cached_library.name == f"{name}.{hashlib.sha256(cached_library.read_bytes()).hexdigest()[:32]}.so":
+            cached = cached_library
         else:
-            kept.unlink(missing_ok=True)
+            cached_library.unlink(missing_ok=True)
     if cached is None:
         # Compile into a temporary file first, since several processes may compile concurrently.
         start = time.perf_counter()

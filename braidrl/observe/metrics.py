@@ -118,14 +118,14 @@ class MetricsWriter:
         path = folder / FILE_NAME
         if resume_step is None and path.exists() and path.stat().st_size:
             raise UserError(f"{folder} holds the metrics of an earlier run; go on by --resume, or choose another name")
-        kept = [line for line in read_lines(path) if line["step"] <= (resume_step or 0)] if path.exists() else []
+        lines = [line for line in read_lines(path) if line["step"] <= (resume_step or 0)] if path.exists() else []
         if path.exists():
             # A kill during this leaves the old file intact.
             with whole_file(path) as unfinished:
-                unfinished.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
-        self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in kept})
+                unfinished.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+        self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in lines})
         """Steps before the checkpoint that have no line."""
-        self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
+        self.last: Mapping[str, Any] = lines[-1] if lines else {"step": -1}
         self._file = open_lines(path)
         self.trackers = trackers or Trackers((), TrackedRun(folder), print)
 

@@ -87,10 +87,10 @@ async def judge(
     messages = [{"role": "user", "content": filled(template or TEMPLATE, fields)}]
     body = {"model": model, "messages": messages, "temperature": 0.0, **(settings or {})}
     digest = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
-    kept = Path(cache).expanduser() / f"{digest}.json" if cache else None
+    cache_file = Path(cache).expanduser() / f"{digest}.json" if cache else None
     tries = 0
-    if kept is not None and kept.is_file():
-        reply = json.loads(kept.read_text())
+    if cache_file is not None and cache_file.is_file():
+        reply = json.loads(cache_file.read_text())
     else:
         gates = _gates.setdefault(asyncio.get_running_loop(), {})
         async with gates.setdefault(url, asyncio.Semaphore(concurrency)):
@@ -104,11 +104,11 @@ async def judge(
     if not matches or (pattern == SCORE and len(re.findall(SCORED, verdict)) > len(matches)):
         raise ValueError(f"the judge wrote no score: {verdict[-80:]!r}")
     score = number_of(matches[-1], scale, lowest=0.0 if pattern == SCORE else -scale) / scale
-    if kept is not None and tries:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = kept.with_name(f".{kept.name}.{os.getpid()}")
+    if cache_file is not None and tries:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = cache_file.with_name(f".{cache_file.name}.{os.getpid()}")
         unfinished.write_text(json.dumps(reply))
-        unfinished.replace(kept)
+        unfinished.replace(cache_file)
     usage = reply.get("usage") or {}
     read, written = (float(usage.get(name) or 0) if tries else 0.0 for name in ("prompt_tokens", "completion_tokens"))
     metrics = {

@@ -197,8 +197,8 @@ class SandboxedCopies:
         for stream in (1, 2):
             os.dup2(printed, stream)
         # First: with many copies the host has more descriptors than the limit of one copy.
-        kept = {0, 1, 2, session.fileno(), self.sender.fileno(), *(self.imported or ())}
-        for number in set(map(int, os.listdir("/proc/self/fd"))) - kept:
+        descriptors = {0, 1, 2, session.fileno(), self.sender.fileno(), *(self.imported or ())}
+        for number in set(map(int, os.listdir("/proc/self/fd"))) - descriptors:
             with contextlib.suppress(OSError):  # the descriptor of the list itself
                 os.close(number)
         if self.isolated:
@@ -324,11 +324,11 @@ def enter_namespaces(limits: SandboxLimits) -> None:
     """
     checked(LIBC.unshare(NEW_MOUNTS | NEW_IPC | (0 if limits.network else NEW_NETWORK)))
     checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
-    kept = [(folder, os.open(folder, os.O_PATH)) for folder in limits.kept]
+    open_folders = [(folder, os.open(folder, os.O_PATH)) for folder in limits.kept]
     size = f"size={min(SCRATCH_BYTES, limits.memory_bytes)},nr_inodes={SCRATCH_FILES},mode=1777".encode()
     for folder in limits.fresh:
         checked(LIBC.mount(b"none", folder.encode(), b"tmpfs", MS_RESTRICTED, size))
-    for folder, descriptor in kept:
+    for folder, descriptor in open_folders:
         source = f"/proc/self/fd/{descriptor}"
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.makedirs(folder, exist_ok=True)

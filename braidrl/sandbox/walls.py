@@ -142,9 +142,9 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     command += ["--chdir", "/"] if strict else []
-    kept = [p for p in sorted({*mount_points, *files}) if any(p.is_relative_to(folder) for folder in fresh)]
-    kept = [p for p in kept if not any(p != parent and p.is_relative_to(parent) for parent in kept)]
-    return command, descriptors, [*map(str, fresh)], [*map(str, kept)]
+    visible = [p for p in sorted({*mount_points, *files}) if any(p.is_relative_to(folder) for folder in fresh)]
+    visible = [p for p in visible if not any(p != parent and p.is_relative_to(parent) for parent in visible)]
+    return command, descriptors, [*map(str, fresh)], [*map(str, visible)]
 
 
 def _machine(strict: bool) -> list[str]:

@@ -370,8 +370,8 @@ class MasterOptimizer:
             saved.setdefault(number, {})[name] = tensor
         for (i, parameter), master, updated in zip(self.by_number.items(), self.masters, self.updated, strict=True):
             states = saved.get(str(i), {})
-            if (kept := states.pop("master", None)) is not None:
-                master.copy_(kept)
+            if (saved_master := states.pop("master", None)) is not None:
+                master.copy_(saved_master)
             elif parameter.dtype != master.dtype:
                 # Saved without master copies, from float32 weights; `read_masters` reads these in full.
                 master.copy_(local_shard(parameter))

@@ -424,10 +424,10 @@ class EmbeddedEngine(SteppingEngine):
         drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
         if routing is not None:
             self._add_routes(values, routing, len(tokens))
-        kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, values[LOG_PROBS], states)
+        is_kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, values[LOG_PROBS], states)
         for name in values.keys() - {LOG_PROBS}:
-            states.per_token[name][slots[kept], numbers[kept]] = values[name][kept]
-        count = int(kept.sum())
+            states.per_token[name][slots[is_kept], numbers[is_kept]] = values[name][is_kept]
+        count = int(is_kept.sum())
         self.tokens_generated += count
         if speculation is not None:
             rows, checked = len(read.slots), int(read.starts[-1])

@@ -167,12 +167,12 @@ def load_for_decoding(
         ParameterReader(Path(path), model, boxes, ModelFiles(Path(path), model))(model)
     else:
         # Keep this rank's slices of a full model's parameters; tied tensors stay tied.
-        kept: dict[nn.Parameter, nn.Parameter] = {}
+        sliced: dict[nn.Parameter, nn.Parameter] = {}
         for name, full in list(model.named_parameters(remove_duplicate=False)):
-            if full not in kept:
-                kept[full] = nn.Parameter(boxes[name].of(full.detach()).clone())
+            if full not in sliced:
+                sliced[full] = nn.Parameter(boxes[name].of(full.detach()).clone())
             module, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(module), attribute, kept[full])
+            setattr(model.get_submodule(module), attribute, sliced[full])
     if ranks.size > 1:
         output = model.get_output_embeddings()
         for name, module in model.named_modules():

@@ -71,16 +71,16 @@ class DrawByRow(LogitsProcessor):
         for number, row in enumerate(rows if values else ()):
             if row.draws.columns:
                 # A row that vLLM has preempted draws no token twice.
-                kept = self._values.setdefault(row.draws.name, {})
-                kept[len(row.tokens)] = {name: column[number] for name, column in values.items()}
+                values_of_row = self._values.setdefault(row.draws.name, {})
+                values_of_row[len(row.tokens)] = {name: column[number] for name, column in values.items()}
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None].to(logits.dtype))
 
     def take_values(self, rows: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return the columns of rows, (T, ...) on the CPU by row and column, and forget them; a row without tokens has
         none.
         """
-        kept = {row: self._values.pop(row) for row in rows if row in self._values}
+        by_row = {row: self._values.pop(row) for row in rows if row in self._values}
         return {
             row: {name: torch.stack([drawn[n][name] for n in sorted(drawn)]).cpu() for name in drawn[min(drawn)]}
-            for row, drawn in kept.items()
+            for row, drawn in by_row.items()
         }

@@ -170,9 +170,9 @@ class Checkpoints:
                 about = {"format": FORMAT, "step": state.step, "version": state.version, "stages": position.stages}
                 about |= {"fingerprints": state.fingerprints, "started": started, **plain_position(position)}
                 (partial_path(path) / "state.json").write_text(json.dumps(about))
-                kept = self.keep_last if self.learning else None
+                most_checkpoints = self.keep_last if self.learning else None
                 named = Best(path.name, *best) if best else None
-                calls = [partial(self._finish, unfinished.pop_all(), path, calls, kept, named)]
+                calls = [partial(self._finish, unfinished.pop_all(), path, calls, most_checkpoints, named)]
             if self.in_background:
                 self._writing.begin(calls)
             else:
@@ -195,9 +195,9 @@ class Checkpoints:
             with whole_file(path.parent / pointer) as moved:
                 moved.write_text(text, encoding="utf-8")
                 sync(moved)
-        checkpoints, kept = checkpoints_of(self.run), best_checkpoint(self.run)
+        checkpoints, best_so_far = checkpoints_of(self.run), best_checkpoint(self.run)
         for old in checkpoints[: checkpoints.index(path) + 1][:-keep_last] if keep_last is not None else ():
-            if kept is None or old.name != kept.checkpoint:
+            if best_so_far is None or old.name != best_so_far.checkpoint:
                 shutil.rmtree(old)
 
     def wait(self, block: bool = True) -> None:

@@ -87,17 +87,17 @@ def with_changes(folder: Path, config: Config) -> list[str]:
     former configuration.
     """
     path = folder / "config.yaml"
-    kept = next(folder / f"config.{n}.yaml" for n in count(1) if not (folder / f"config.{n}.yaml").exists())
+    former = next(folder / f"config.{n}.yaml" for n in count(1) if not (folder / f"config.{n}.yaml").exists())
     before = flat(parse_yaml(read_text(path), "its text"))
-    path.replace(kept)
+    path.replace(former)
     write_config(folder, config)
     after = flat(parse_yaml(read_text(path), "its text"))
     changed = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
     lines = [f"{key}={new} from here on, before {old}" for key, (old, new) in changed.items() if old != new]
     if not lines:
-        kept.unlink()
+        former.unlink()
         return []
-    return [*lines, f"the configuration before is kept in {kept}"]
+    return [*lines, f"the configuration before is kept in {former}"]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -190,9 +190,9 @@ class PackedSequences(AttentionContext):
         blocks: Tensor | None = None,
     ) -> "PackedSequences":
         """Create the context of sequences of these lengths; empty ones are skipped."""
-        kept = tuple(int(length) for length in lengths if length)
-        offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
-        return PackedSequences(kept, offsets, keep_scores, blocks)
+        nonempty = tuple(int(length) for length in lengths if length)
+        offsets = torch.tensor([0, *accumulate(nonempty)], dtype=torch.int32, device=device)
+        return PackedSequences(nonempty, offsets, keep_scores, blocks)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend within each sequence. Raises ValueError if the packed row's length is not that of all sequences."""
@@ -402,8 +402,8 @@ def attend_equal(
     if mask is None and min(scores.window or length, scores.chunk or length) < length:
         positions = torch.arange(length, device=query.device)
         mask = scores.visible(positions[:, None], positions[None, :])
-    kept = keep_scores and query.device.type == "cpu" and length <= SHORT
-    if not kept and scores.softcap is None and scores.sinks is None:
+    saves_scores = keep_scores and query.device.type == "cpu" and length <= SHORT
+    if not saves_scores and scores.softcap is None and scores.sinks is None:
         output = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),

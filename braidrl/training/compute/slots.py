@@ -190,19 +190,19 @@ class PrefillSequences(AttentionContext):
     def mix(self, module: nn.Module, forward: Forward, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer as PackedSequences does, recording the state after each sequence."""
         name = cache_name(module)
-        kept: dict[int, tuple[MixerCache, int]] = {}
+        caches: dict[int, tuple[MixerCache, int]] = {}
         named = {key: value for key, value in named.items() if key != name}
 
         def with_cache(numbers: list[int]) -> dict[str, Any]:
             carried = MixerCache()
-            kept.update({number: (carried, row) for row, number in enumerate(numbers)})
+            caches.update({number: (carried, row) for row, number in enumerate(numbers)})
             return {name: carried}
 
         output = self.sequences.mix(module, forward, arguments, named, with_cache, multiple=1)
         self._states.append(
             {
                 number: {name: state[row].clone() for name, state in carried.states().items()}
-                for number, (carried, row) in kept.items()
+                for number, (carried, row) in caches.items()
             }
         )
         return output

@@ -70,12 +70,12 @@ class Cohorts:
     def end(self, slots: Iterable[int]) -> None:
         removed = set(slots)
         for cohort in self._cohorts:
-            kept = [row for row, slot in enumerate(cohort.slots) if slot not in removed]
-            if 0 < len(kept) < len(cohort.slots):
-                rows = torch.tensor(kept + kept[:1] * (-len(kept) % ROWS), device=self._model.device)
+            remaining = [row for row, slot in enumerate(cohort.slots) if slot not in removed]
+            if 0 < len(remaining) < len(cohort.slots):
+                rows = torch.tensor(remaining + remaining[:1] * (-len(remaining) % ROWS), device=self._model.device)
                 if cohort.cache is not None:
                     cohort.cache.reorder_cache(rows)
-            cohort.slots = [cohort.slots[row] for row in kept]
+            cohort.slots = [cohort.slots[row] for row in remaining]
         self._cohorts = [cohort for cohort in self._cohorts if cohort.slots]
 
     def move(self, source: int, target: int) -> None:

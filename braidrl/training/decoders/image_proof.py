@@ -143,17 +143,17 @@ def alone(twin: Twin, model: Any, images: ModelImages, row: Tensor, spans: Seque
     base, types = base_of(untouched), torch.zeros_like(row)
     for span in spans:
         types[span.start : span.start + span.tokens] = 1
-    kept = [images._cached[span.name] for span in spans]
+    levels = [images._cached[span.name] for span in spans]
     options: dict[str, Any] = {"mm_token_type_ids": types[None].int(), "token_type_ids": types[None]}
-    if kept:
+    if levels:
         options["image_grid_thw"] = torch.cat([images.vision.grid(span.name) for span in spans])
     accepted = parameters_of(type(base).forward)
     options = {name: value for name, value in options.items() if name in accepted}
     errors: list[Exception] = []
-    for form in FORMS if kept else FORMS[:1]:
-        if kept:
+    for form in FORMS if levels else FORMS[:1]:
+        if levels:
             # Encoded images in the form in which a vision tower returns them.
-            parts = [tuple(embeddings) for embeddings in zip(*kept, strict=True)]
+            parts = [tuple(embeddings) for embeddings in zip(*levels, strict=True)]
             first = form(parts[0])
             encoded = SimpleNamespace(pooler_output=first, last_hidden_state=first, deepstack_features=parts[1:])
             options["mm_encoder_outputs"] = {"image": encoded}

@@ -155,10 +155,10 @@ class ModelImages:
         touching = [span.start for span in spans if span.start and bool(mask[span.start - 1 : span.start + 1].all())]
         first, *later_parts = torch.arange(len(ids)).tensor_split(touching)
         source = torch.cat([first, *(pad(part, (1, 0), value=-1) for part in later_parts)])
-        kept = source >= 0
-        types = (mask[source] & kept)[None].int()
+        is_token = source >= 0
+        types = (mask[source] & is_token)[None].int()
         counted, _ = base.get_rope_index(ids[source][None], mm_token_type_ids=types, image_grid_thw=grids)
-        return (counted[:, 0].T - (~kept).cumsum(0)[:, None])[kept].contiguous()
+        return (counted[:, 0].T - (~is_token).cumsum(0)[:, None])[is_token].contiguous()
 
     def encoded(self, names: Sequence[str]) -> list[Tensor]:
         """Return the embeddings (E, D) of images, in order, and those that the model adds after its first layers."""

@@ -373,31 +373,31 @@ def _layers(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> 
         for key, value in settings.items()
         if isinstance(value, list) and len(value) == total and total > 2 and key not in ("hybrid_layer_ids",)
     }
-    kept = _kept_layers(kinds, total, settings)
+    layers = _kept_layers(kinds, total, settings)
     for key, value in kinds.items():
-        shrunk[key] = [value[number] for number in kept]
+        shrunk[key] = [value[number] for number in layers]
     if isinstance(settings.get("per_layer_config"), dict):
         shrunk["per_layer_config"] = {
-            kept.index(int(number)): {
+            layers.index(int(number)): {
                 name: max(8, sizes.head_width * v // sizes.base) if name == "head_dim" else shrunk.get(name, v)
                 for name, v in overrides.items()
             }
             for number, overrides in settings["per_layer_config"].items()
-            if int(number) in kept
+            if int(number) in layers
         }
     if isinstance(settings.get("hybrid_layer_ids"), list):
-        shrunk["hybrid_layer_ids"] = [kept.index(n) for n in settings["hybrid_layer_ids"] if n in kept]
+        shrunk["hybrid_layer_ids"] = [layers.index(n) for n in settings["hybrid_layer_ids"] if n in layers]
     for key in LAYERS:
         if isinstance(settings.get(key), int) and settings[key] == total:
-            shrunk[key] = len(kept)
-    for key, value in _numbered(settings, total).items() if total > len(kept) else ():
-        shrunk[key] = [kept.index(number) for number in value if number in kept] or [len(kept) - 1]
+            shrunk[key] = len(layers)
+    for key, value in _numbered(settings, total).items() if total > len(layers) else ():
+        shrunk[key] = [layers.index(number) for number in value if number in layers] or [len(layers) - 1]
     if isinstance(settings.get("moe_layer_end_index"), int):
-        shrunk["moe_layer_end_index"] = len(kept) - 1
+        shrunk["moe_layer_end_index"] = len(layers) - 1
     if shared := settings.get("num_kv_shared_layers"):
-        shrunk["num_kv_shared_layers"] = sum(number >= total - shared for number in kept)
+        shrunk["num_kv_shared_layers"] = sum(number >= total - shared for number in layers)
     if isinstance(settings.get("max_window_layers"), int):
-        shrunk["max_window_layers"] = min(settings["max_window_layers"], len(kept) - 1)
+        shrunk["max_window_layers"] = min(settings["max_window_layers"], len(layers) - 1)
 
 
 def _numbered(settings: dict[str, Any], total: int) -> dict[str, list[int]]:
@@ -420,22 +420,22 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, settings: dict[str, An
     for number in range(total):
         combination = str([*(value[number] for value in kinds.values()), number >= total - shared])
         first.setdefault(combination, number)
-    kept = sorted(first.values())[:MOST_LAYERS]
+    layers = sorted(first.values())[:MOST_LAYERS]
     if isinstance(settings.get("layers_block_type"), list) and "hybrid" in settings["layers_block_type"]:
         # Zamba's hybrid layers share weights, which needs two of them
         hybrids = [number for number, kind in enumerate(settings["layers_block_type"]) if kind == "hybrid"]
-        kept = sorted({*range(hybrids[0] + 2), *hybrids[:2]})
+        layers = sorted({*range(hybrids[0] + 2), *hybrids[:2]})
     period = max([1, *(value for name, value in settings.items() if PERIODS.search(name) and isinstance(value, int))])
-    if not kinds or (period > 1 and len(kept) < 2):
-        kept = list(range(min(total, max(2, min(period, MOST_LAYERS)))))
+    if not kinds or (period > 1 and len(layers) < 2):
+        layers = list(range(min(total, max(2, min(period, MOST_LAYERS)))))
         for value in _numbered(settings, total).values():
-            if not set(value) & set(kept):
+            if not set(value) & set(layers):
                 # A listed layer, at the same position within a period.
-                stand_in = next(n for n in range(len(kept), total) if n % period == value[0] % period)
-                kept = list(range(stand_in + 1))
-    if len(kept) < min(2, total):
-        kept = sorted({*kept, next(n for n in range(total) if n not in kept)})
-    return kept
+                stand_in = next(n for n in range(len(layers), total) if n % period == value[0] % period)
+                layers = list(range(stand_in + 1))
+    if len(layers) < min(2, total):
+        layers = sorted({*layers, next(n for n in range(total) if n not in layers)})
+    return layers
 
 
 def _positions(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:

@@ -330,10 +330,10 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
             use_plan(model, plan)
             with contextlib.suppress(*FAILURES), torch.no_grad():
                 run_body(model, token, token, prompt)
-                (kept,) = prompt.prefixes(1)
+                (prefix,) = prompt.prefixes(1)
                 CACHED[key] = (
-                    sum(part.numel() for keys_values in kept.keys_values for part in keys_values),
-                    sum(state.numel() for states in kept.states for state in states.values()),
+                    sum(part.numel() for keys_values in prefix.keys_values for part in keys_values),
+                    sum(state.numel() for states in prefix.states for state in states.values()),
                 )
     per_token, per_row = CACHED[key]
     return element_bytes * slots * (per_token * tokens + per_row)
@@ -391,19 +391,19 @@ def kept_bytes(model: Any, tokens: int, plan: ForwardPlan = PACKED) -> int:
     use_plan(model, plan)
     storages = {p.untyped_storage()._cdata for p in model.parameters()}
     # Keep them alive, so that no address is reused.
-    kept: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()._cdata
         if storage not in storages:
-            kept[storage] = tensor
+            saved[storage] = tensor
         return tensor
 
     positions = torch.arange(tokens, device="meta")[None]
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = run_body(model, positions, positions, FusedAttention())
-    kept[hidden.untyped_storage()._cdata] = hidden
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    saved[hidden.untyped_storage()._cdata] = hidden
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def divide_tokens(model: Any, ranks: int) -> None:

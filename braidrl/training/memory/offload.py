@@ -43,35 +43,35 @@ class OffloadableTensors:
             size = storage.nbytes()
             if not size or storage._cdata in self._away:
                 continue
-            kept: Tensor | int
+            backup: Tensor | int
             if storage.is_cuda:
                 # The device memory may be reused immediately, as the stream orders the copy.
-                kept = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                kept.copy_(bytes_of(storage), non_blocking=True)
+                backup = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                backup.copy_(bytes_of(storage), non_blocking=True)
             else:
                 # In TMPDIR; the file disappears with this process whether or not it fails.
                 self._file = self._file or tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
-                kept = os.fstat(self._file.fileno()).st_size
+                backup = os.fstat(self._file.fileno()).st_size
                 try:
-                    transfer(storage, self._file, kept, write=True)
+                    transfer(storage, self._file, backup, write=True)
                 except OSError as error:
                     raise UserError(
                         f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {size:,} bytes of weights "
                         f"({error.strerror}); "
                         "set TMPDIR to a folder on a larger disk"
                     ) from error
-            self._away[storage._cdata] = storage, size, kept
+            self._away[storage._cdata] = storage, size, backup
             empty(storage)
 
     def onload(self) -> None:
         while self._away:
-            key, (storage, size, kept) = next(iter(self._away.items()))
-            if isinstance(kept, Tensor):
+            key, (storage, size, backup) = next(iter(self._away.items()))
+            if isinstance(backup, Tensor):
                 storage.resize_(size)
-                bytes_of(storage).copy_(kept, non_blocking=True)
+                bytes_of(storage).copy_(backup, non_blocking=True)
             else:
                 assert self._file is not None
-                transfer(storage, self._file, kept, write=False)
+                transfer(storage, self._file, backup, write=False)
             del self._away[key]
         self._file = None
 

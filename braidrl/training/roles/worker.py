@@ -181,13 +181,13 @@ class RoleWorker(ShardedBackend):
         """
         routes = packed.per_token.get(ROUTED_EXPERTS)
         mesh = self.ranks.mesh["tensor"] if self.ranks.mesh is not None and self.ranks.layout.tensor > 1 else None
-        kept: dict[str, Any] = {"keeps_logits": is_watched, "tokens": len(packed.input_ids), "mesh": mesh}
+        recording: dict[str, Any] = {"keeps_logits": is_watched, "tokens": len(packed.input_ids), "mesh": mesh}
         if routes is None or routes.dim() != 3:
             if records:
                 use_routing(self.model)
-            return Routing(**kept) if is_watched or records else None
+            return Routing(**recording) if is_watched or records else None
         use_routing(self.model)
-        return Routing(routes, packed.per_token[HAS_ENTRIES], **kept)
+        return Routing(routes, packed.per_token[HAS_ENTRIES], **recording)
 
     def hidden_states(self, packed: Packed, routing: Routing | None = None) -> Tensor:
         """Return the output of this rank's last layer for each packed token, (N, D)."""
@@ -472,8 +472,8 @@ class RoleWorker(ShardedBackend):
             sets[f"{lora.ADAPTER}/{Path(ADAPTER_WEIGHTS).stem}"] = dict(self.weights(adapters_alone=True))
         if self.optimizer is not None:
             sets[checkpoint.OPTIMIZER] = checkpoint.state_parts(self.optimizer)
-        if self.balance is not None and (kept := self.balance.state()):
-            sets[checkpoint.BALANCE] = full_parts(kept.items())
+        if self.balance is not None and (state_of_balance := self.balance.state()):
+            sets[checkpoint.BALANCE] = full_parts(state_of_balance.items())
         non_finite = next(filter(None, (checkpoint.not_finite(parts or weights) for parts in sets.values())), "")
         if first := next(filter(None, ranks.all_gather("infinite or NaN weights", non_finite)), ""):
             raise UserError(
