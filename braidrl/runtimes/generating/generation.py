@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from braidrl.agents.environments import AGENTS, in_thread
 from braidrl.agents.listening import endpoint_key
@@ -403,10 +404,7 @@ class Generation:
         """Return the result of a row that is skipped because processes died with it, without generation or checks."""
         (uid,) = row.uids()
         self.checks.left_out.add(uid)
-        engine = self.engines[str(stage.role)]
-        drawn_in = engine.model.dtype if isinstance(engine, EmbeddedEngine) else torch.float32
-        dtype = torch.promote_types(drawn_in, torch.float32)
-        nothing = {column.name: column.empty(dtype) for column in returned_columns(columns_of(stage))}
+        nothing = self.no_tokens(stage)
         if "environment" not in stage.params:
             return Response(uid, torch.empty(0, dtype=torch.int64), FinishReason.ERROR, nothing)
         trajectory = Trajectory(uid, other_policies={role: Trajectory(uid) for role in policies_of(stage)[1:]})
@@ -415,6 +413,13 @@ class Generation:
             of_policy.append(row["prompt"][0].tolist(), opens=True, images=moved((row.get("images") or [()])[0], 0))
         trajectory.fail(EnvironmentFailed("died", LEFT_OUT))
         return trajectory
+
+    def no_tokens(self, stage: Stage) -> dict[str, Tensor]:
+        """Return the columns per token of a row without any, of the types that the engine gives."""
+        engine = self.engines[str(stage.role)]
+        drawn_in = engine.model.dtype if isinstance(engine, EmbeddedEngine) else torch.float32
+        dtype = torch.promote_types(drawn_in, torch.float32)
+        return {column.name: column.empty(dtype) for column in returned_columns(columns_of(stage))}
 
     def trajectory_columns(
         self, stage: Stage, played: Sequence[Trajectory], limits: Limits, sums: Sums
@@ -444,6 +449,9 @@ class Generation:
         columns, sees = dict[str, Column](), self.vision is not None
         for number, into in enumerate(namespaces_of(stage.params)):
             trajectories = [episode.every[number] for episode in played]
+            for trajectory in trajectories:
+                # A rank where no row has tokens of a role writes the same types as the other ranks.
+                trajectory.per_token = trajectory.per_token or self.no_tokens(stage)
             columns |= self.named(into, trajectory_columns(trajectories, limits, columns_of(stage), sees))
         # A row's version is that of the oldest token of its episode.
         return with_oldest_version(columns) if policies_of(stage)[1:] else columns
