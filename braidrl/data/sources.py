@@ -331,6 +331,12 @@ class Reading:
                 self.notes.setdefault("messages behind the last turn to train on are left out", line)
             if isinstance(prompt, list) and is_answer(prompt[0]) and source.train_on == "all":
                 self.notes.setdefault("an answer at the start of a conversation belongs to the prompt", line)
+            if record.get("label") is False:
+                self.notes.setdefault(
+                    "'label' is false, and the response is trained like any other; `where: {label: true}` of the "
+                    "source leaves such records out",
+                    line,
+                )
         else:
             prompt = prompt_of(source, record, where)
         with_its_system = with_system(source, record, prompt)

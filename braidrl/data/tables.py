@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from braidrl.config import DataConfig
-from braidrl.data.chat import READ, UNREAD_TOOLS, special_text
+from braidrl.data.chat import READ, UNREAD_TOOLS, special_text, special_tokens
 from braidrl.data.images import names_in
 from braidrl.data.lines import Lines
 from braidrl.data.records import place
@@ -326,6 +326,12 @@ def unwritten(messages: Any, text: str) -> Iterator[str]:
             yield f"the chat template does not write the content of a message of the role {message['role']!r}"
 
 
+def has_open_turn(response: Given, ends: Collection[int]) -> bool:
+    """Return True if a trained turn before the last one does not end with one of the tokens `ends`."""
+    steps = zip(response.ids, response.trained, response.trained[1:], strict=False)
+    return any(trained and not following and token not in ends for token, trained, following in steps)
+
+
 def special_in(example: Example, special: re.Pattern[str]) -> Iterator[str]:
     """Yield a note for each message whose text contains a special token's text: the tokenizer turns it into
     that token.
@@ -349,6 +355,7 @@ def rows_of(
     """Yield the rows of each batch of examples, and fill in the facts. Raises UserError for an invalid example."""
     path, tried = reading.source.path, set[tuple[str, str]]()
     special = special_text(template.tokenizer) if template.is_chat else None
+    ends = special_tokens(template.tokenizer) if template.is_chat else {}
     for batch in batches:
         rows = []
         facts.read += len(batch)
@@ -386,6 +393,12 @@ def rows_of(
                     (ids,) = template.encode_texts([begin], begins=not template.is_chat)
                     ids, images = template.expand(ids, names_in(example.prompt))
             for answer, response in zip(answers, responses, strict=True) if template.is_chat else ():
+                if isinstance(answer, list) and has_open_turn(response, ends):
+                    facts.notes.setdefault(
+                        "the chat template ends an earlier answer without a special token, so that no end of it is "
+                        "trained; `train_on: last` trains last answers alone",
+                        example.line,
+                    )
                 between = [m for m in answer if m["role"] != "assistant"] if isinstance(answer, list) else []
                 for note in unwritten(between, template.tokenizer.decode(response.ids) if between else ""):
                     facts.notes.setdefault(note, example.line)

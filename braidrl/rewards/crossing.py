@@ -502,6 +502,13 @@ class AskedInput:
     def __iter__(self) -> Iterator[str]:
         return iter(self.readline, "")
 
+    @property
+    def buffer(self) -> Any:
+        """The rest of the input as bytes."""
+        import io
+
+        return io.BytesIO(self.read().encode())
+
     def isatty(self) -> bool:
         return False
 

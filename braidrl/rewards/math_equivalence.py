@@ -69,7 +69,7 @@ def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
         return any(equivalent(response, accepted, boxed=boxed) for accepted in answer)
     response, text = readable(response), readable(str(answer).strip())
     boxes = boxed_parts(response)
-    answered = boxes[-1][0] if boxes else response[-TAIL:]
+    answered = boxes[-1][0] if boxes else last_expression(response)
     gold_text = ([content for content, _, _ in boxed_parts(text)] or [text])[-1]
     if is_huge(gold_text) or is_huge(answered):
         return bool(boxes or not boxed) and same_power(gold_text, answered)
@@ -137,6 +137,18 @@ def size_of(text: str) -> float:
     base, exponent = powers[0]
     digits = size_of(exponent) * math.log10(max(base, 1))
     return 10**digits if digits < 300 else math.inf
+
+
+DELIMITED = re.compile(r"\$([^$]+)\$|\\\[(.*?)\\\]|\\\((.*?)\\\)", re.DOTALL)
+
+
+def last_expression(response: str) -> str:
+    """Return the last expression between delimiters of LaTeX; without one the end of the text, whose `!` are no
+    factorials.
+    """
+    tail = response[-TAIL:]
+    delimited = [next(filter(None, match.groups()), "") for match in DELIMITED.finditer(tail)]
+    return delimited[-1] if delimited else tail.replace("!", " ")
 
 
 def is_huge(text: str) -> bool:

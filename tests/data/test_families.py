@@ -139,6 +139,21 @@ def test_an_answer_before_the_first_question_is_named(write_jsonl: Write) -> Non
     assert len(notes) == 1 and "an answer at the start of a conversation belongs to the prompt; line 1" in notes[0]
 
 
+def test_an_earlier_answer_without_an_end_token_is_named(write_jsonl: Write) -> None:
+    roles = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% endfor %}"  # as GLM's
+    roles += "{{ '<|start|>assistant\n' if add_generation_prompt }}"
+    path = write_jsonl([{"messages": [user(), answer("a"), user(), answer("b")]}])
+    assert any("without a special token" in note for note in load(path, roles).omissions())
+    assert load(path, roles, train_on="last").omissions() == load(path, CHATML).omissions() == []
+
+
+def test_unwanted_responses_of_labelled_data_are_named(write_jsonl: Write) -> None:
+    records = [{"prompt": "q", "completion": "a", "label": label} for label in (True, False)]
+    notes = load(write_jsonl(records), CHATML).omissions()
+    assert any("'label' is false" in note and "line 2" in note for note in notes)
+    assert len(load(write_jsonl(records), CHATML, where={"label": True})) == 1
+
+
 @pytest.mark.parametrize("form", ["sharegpt", "openai"])
 def test_a_pair_of_answers_beside_its_conversation_is_read(form: str, write_jsonl: Write) -> None:
     record: dict[str, Any] = {

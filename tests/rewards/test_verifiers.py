@@ -147,6 +147,7 @@ EQUIVALENT = [
     ("90", "\\boxed{90\u00b0}"),
     ("9", r"\fbox{9}"),
     ("(1,2)", r"\boxed{\langle 1, 2\rangle}"),
+    ("123456", "The answer is $123456$, I earned 99999!"),
 ]
 DIFFERENT = [
     ("1/2", r"\boxed{\frac{1}{3}}"),
