@@ -66,7 +66,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES, finite: bool = True) -> 
     try:
         return parse_json(read_bytes(path, most_bytes), most_bytes, finite)
     except ValueError as error:
-        raise UserError(f"{path} is {what_is_wrong('JSON', error)}") from None
+        raise UserError(f"{path} is {parse_fault('JSON', error)}") from None
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -82,7 +82,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     return content
 
 
-def what_is_wrong(kind: str, error: ValueError) -> str:
+def parse_fault(kind: str, error: ValueError) -> str:
     """Return the end of a message "FILE is ..." about a text that could not be parsed."""
     return str(error) if isinstance(error, NotUtf8) else f"not {kind}: {error}"
 

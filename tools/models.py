@@ -34,7 +34,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
 from braidrl.runtimes.saving.checkpoints import export_model
 from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, all_findings, layout_findings
-from braidrl.training.decoders.image_proof import seeing_finding
+from braidrl.training.decoders.image_proof import image_finding
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, best_plan, quietly
 from braidrl.training.decoders.routing import experts_in
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
@@ -310,7 +310,7 @@ def sight_of(name: str) -> tuple[bool, str]:
             if name not in FAMILIES:
                 written_by(twin.config, PROCESSORS.get(name))
             plan, _ = best_plan(twin)
-            finding, mutual = seeing_finding(twin, plan)
+            finding, mutual = image_finding(twin, plan)
     except Refusal as refusal:
         return False, f"| {name} | no | {cell(str(refusal))} |"
     except FAILURES as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import first_line
 from braidrl.training.acceptance import OPTIONAL, all_findings, layout_findings
-from braidrl.training.decoders.image_proof import seeing_finding
+from braidrl.training.decoders.image_proof import image_finding
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, proof_device, quietly, unexercised
 from braidrl.training.loading import check_model
 from braidrl.training.pretrained import config_of
@@ -47,7 +47,7 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
     with quietly():
         more = [*layout_findings(twin, plan)] if layouts else []
         if getattr(config, "vision_config", None) is not None:
-            more.append(seeing_finding(twin, plan)[0])
+            more.append(image_finding(twin, plan)[0])
         more += [vllm_finding(config, plan, vllm, Path(model).expanduser())] if vllm is not None else []
     for finding in more:
         say(line(finding))

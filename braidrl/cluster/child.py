@@ -52,7 +52,7 @@ def main(descriptor: int) -> NoReturn:
     # The last message, after success or failure; the parent may have ended.
     with contextlib.suppress(OSError), SPEAKING:
         connection.send_bytes(pack_message(Outcome(result, failure)))
-    end_at_once(FAILED if failure else 0)
+    exit_now(FAILED if failure else 0)
 
 
 def beat(connection: Connection) -> None:
@@ -87,10 +87,10 @@ def end_with(connection: Connection, task: ProcessSpec) -> None:
         if task.orphaned:
             resolve_name(task.orphaned)(task.arguments)
     finally:
-        end_at_once()
+        exit_now()
 
 
-def end_at_once(status: int = FAILED) -> NoReturn:
+def exit_now(status: int = FAILED) -> NoReturn:
     """End the processes started here, then this process, without waiting for stuck ranks or library threads."""
     try:
         for call in at_end:

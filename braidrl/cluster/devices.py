@@ -136,7 +136,7 @@ def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
     return table
 
 
-def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:
+def visible_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:
     """Return the devices of this process and its engines: all visible ones, or its share of them under `torchrun`."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ["LOCAL_RANK"]) if local > 1 else 0

@@ -23,8 +23,8 @@ from braidrl.cluster.membership import Members, Membership, RepairBudget, member
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
 from braidrl.cluster.process_groups import open_store, raised_open_files
-from braidrl.cluster.row_deaths import RowDeaths, left_out_line
-from braidrl.cluster.watchdog import FrozenWatch, mute_after
+from braidrl.cluster.row_deaths import RowDeaths, skipped_row_line
+from braidrl.cluster.watchdog import FrozenWatch, heartbeat_limit
 from braidrl.cluster.world import World, join, join_elastic
 from braidrl.errors import LostProcess, UserError, first_line, printable
 
@@ -136,7 +136,7 @@ class Renewal:
         """Return True if a process is one of the ranks, and False if it waits to join them."""
         return member_name(*self.starts[process]) in self.members.membership.members
 
-    def goes_on(self, lost: Process, failure: Failure) -> bool:
+    def continues_without(self, lost: Process, failure: Failure) -> bool:
         """Return True and restart a lost process if the other ranks continue without it."""
         if not self.is_member(lost):
             tell(f"{first_line(failure.error())}; the others go on without it")
@@ -158,7 +158,7 @@ class Renewal:
         """Record the rows that a lost process was working on, before the others continue."""
         rows = work_of(self.members.store, member_name(*self.starts[lost]))
         for row in self.deaths.record("rank", rows):
-            tell(left_out_line(row, "ranks", lost.describe_end()))
+            tell(skipped_row_line(row, "ranks", lost.describe_end()))
         note_isolated(self.members.store, self.deaths.isolated())
 
     def _forget(self, process: Process) -> tuple[int, int]:
@@ -190,11 +190,11 @@ def supervise(
             outcomes[rank] = rank.outcome or Outcome(
                 failure=Failure("died", frozen or f"{rank.name} is gone without a word ({rank.describe_end()})")
             )
-        mute = [rank for rank in silent if rank not in ended and rank.end_if_silent(mute_after(silence_s))]
+        mute = [rank for rank in silent if rank not in ended and rank.end_if_silent(heartbeat_limit(silence_s))]
         outcomes |= {rank: Outcome(failure=Failure("died", f"{rank.name} {rank.describe_end()}")) for rank in mute}
         for rank in (*ended, *mute):
             failure = outcomes[rank].failure
-            if failure is not None and not interrupts and renewal.goes_on(rank, failure):
+            if failure is not None and not interrupts and renewal.continues_without(rank, failure):
                 del outcomes[rank]
         silent = [rank for rank in renewal.starts if rank not in outcomes]
         failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]

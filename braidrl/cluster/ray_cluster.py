@@ -16,7 +16,7 @@ from typing import Any
 from braidrl.cluster.devices import devices_each
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
-from braidrl.cluster.watchdog import ASLEEP_S, NEEDED_BY_RAY, descendants, has_ended, mute_after, name_of
+from braidrl.cluster.watchdog import ASLEEP_S, NEEDED_BY_RAY, descendants, has_ended, heartbeat_limit, name_of
 from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError, WorkerError
 
@@ -270,7 +270,7 @@ class RayCluster:
             done: list[Any] = self.ray.wait(list(references), timeout=min(BEAT_S, left))[0]
             # Not after each answer: a stage has as many answers as workers.
             for actor in self.actors if self.look() else ():
-                if (silence := self.silence(actor)) > mute_after(self.config.silence_s):
+                if (silence := self.silence(actor)) > heartbeat_limit(self.config.silence_s):
                     name = self.names.get(actor._actor_id.hex(), "an actor")
                     raise LostProcess(
                         f"{name} has sent no heartbeat for {silence:.0f} s; go on with `braid train --resume`"

@@ -14,7 +14,7 @@ from braidrl.cluster.local import Spawned
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S, LOOPBACK, Launcher, Outcome, Process, ProcessSpec
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
-from braidrl.cluster.watchdog import mute_after
+from braidrl.cluster.watchdog import heartbeat_limit
 from braidrl.config import ClusterConfig
 
 
@@ -28,11 +28,11 @@ class ProcessActor:
     def pid(self) -> int:
         return self.process.pid
 
-    def last_word(self) -> Outcome | None:
+    def wait_for_outcome(self) -> Outcome | None:
         """Wait for the outcome of the process; None if it ends without one."""
         while self.process.outcome is None and not self.process.hung_up:
             self.process.connection.poll(BEAT_S)
-            self.process.end_if_silent(mute_after(self.silence_s))
+            self.process.end_if_silent(heartbeat_limit(self.silence_s))
         return self.process.outcome
 
     def perform(self, method: str) -> Any:
@@ -53,7 +53,7 @@ class RayProcess(Process):
         self._actor = actor = cluster.start(ProcessActor, reservation, spec, cluster.config.silence_s)
         self._pid = actor.pid.remote()
         self._perform = actor.perform.options(concurrency_group="aside").remote
-        self.ended = actor.last_word.remote()
+        self.ended = actor.wait_for_outcome.remote()
 
     @property
     def pid(self) -> int:

@@ -73,7 +73,7 @@ class RowDeaths:
         return f"; rows (source, group, sample) that {DEATHS_OF_ROW} or more lost processes had: {rows}" if rows else ""
 
 
-def left_out_line(row: Uid, processes: str, end: str) -> str:
+def skipped_row_line(row: Uid, processes: str, end: str) -> str:
     """Return the log line about a skipped row; `end` describes how the last process ended."""
     return (
         f"row {tuple(row)} (source, group, sample) is left out: {DEATHS_OF_ROW} {processes} have ended with it, the "

@@ -39,7 +39,7 @@ If one dies, Ray ends the waiting program without a line, at once or after a min
 """
 
 
-def mute_after(silence_s: float) -> float:
+def heartbeat_limit(silence_s: float) -> float:
     """Return the seconds without a heartbeat before a process is killed; a process stopped by a signal is reported
     earlier.
     """
@@ -61,12 +61,14 @@ def keep_stack(process: int, name: str, folder: Path | None) -> str:
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
         if held is None:
             return ""
-        deaf = holding_back(process, signal.SIGUSR1)
+        deaf = blocking_threads(process, signal.SIGUSR1)
         for number in (signal.SIGUSR1, signal.SIGCONT):
             os.kill(process, number)
         limit = time.monotonic() + STACK_S
         # A thread that handles a signal blocks a second one of the same kind.
-        while time.monotonic() < limit and (not held.stat().st_size or holding_back(process, signal.SIGUSR1) - deaf):
+        while time.monotonic() < limit and (
+            not held.stat().st_size or blocking_threads(process, signal.SIGUSR1) - deaf
+        ):
             time.sleep(0.01)
         os.kill(process, signal.SIGSTOP)
         stack = held.read_text()
@@ -77,7 +79,7 @@ def keep_stack(process: int, name: str, folder: Path | None) -> str:
     return ""
 
 
-def holding_back(process: int, number: signal.Signals) -> set[str]:
+def blocking_threads(process: int, number: signal.Signals) -> set[str]:
     """Return the threads of a process that block or still handle a signal."""
     held = set()
     for thread in Path(f"/proc/{process}/task").iterdir():

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from braidrl.cluster.child import end_at_once
-from braidrl.cluster.devices import own_devices
+from braidrl.cluster.child import exit_now
+from braidrl.cluster.devices import visible_devices
 from braidrl.cluster.locations import Location, Locations, known_locations, write
 from braidrl.cluster.membership import (
     Membership,
@@ -205,7 +205,7 @@ class Elastic:
         now = time.monotonic()
         self._outdated_at = self._outdated_at or now
         if is_waiting and now - self._outdated_at > STUCK_S:
-            end_at_once()
+            exit_now()
 
     def waiting(self) -> list[str]:
         """Return the processes that wait to become members."""
@@ -549,7 +549,7 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
     keys in the store.
     """
     if cuda:
-        torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
+        torch.cuda.set_device(visible_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     store = dist.PrefixStore(secret, store) if secret else store
     return world_at(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
@@ -561,7 +561,7 @@ def join_elastic(limit_s: float, cuda: bool, member: str, secret: str, membershi
     A process that is not a member gets a world of one rank, whose `elastic` lets it become a member later.
     """
     if cuda:
-        torch.cuda.set_device(own_devices(torch.cuda.device_count(), 0, 1).every[0])
+        torch.cuda.set_device(visible_devices(torch.cuda.device_count(), 0, 1).every[0])
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))
     meeting = Meeting(dist.PrefixStore(secret, store), limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
     return elastic_world(meeting, member, membership, rank)

@@ -135,7 +135,7 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
             "\0" in value or (not value.isascii() and value != value.encode(errors="replace").decode())
         ):
             raise UserError(f"{key}: Input should be text without NUL and half characters, got {shown(value)}")
-    tree = without_gone(tree)
+    tree = without_removed_keys(tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -144,14 +144,14 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
         raise (Problems("\n".join(lines)) if every else UserError(lines[0] + more)) from None
 
 
-def without_gone(tree: Mapping[Any, Any], section: str = "") -> dict[Any, Any]:
+def without_removed_keys(tree: Mapping[Any, Any], section: str = "") -> dict[Any, Any]:
     """Return a tree without keys of earlier versions that have their default. Raises UserError for another value."""
     remaining: dict[Any, Any] = {}
     for key, value in tree.items():
         path = f"{section}{key}"
         gone = next((reason for pattern, reason in GONE.items() if fnmatchcase(path, pattern)), None)
         if gone is None:
-            remaining[key] = without_gone(value, f"{path}.") if isinstance(value, dict) else value
+            remaining[key] = without_removed_keys(value, f"{path}.") if isinstance(value, dict) else value
         elif value != gone[0]:
             raise UserError(f"{path} is gone: {gone[1]}")
     return remaining

@@ -418,8 +418,8 @@ def new_folder(reading: Reading, data: DataConfig, template: PromptTemplate) -> 
     source, tokenizer = reading.source, template.tokenizer
     examples: Iterator[Example] | None = None
     own_conversion = source.convert is not None and source.convert not in CONVERSIONS
-    own_tokenizer = not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers.")
-    if not own_tokenizer and (source.convert_version is not None or not own_conversion):
+    separate_tokenizer = not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers.")
+    if not separate_tokenizer and (source.convert_version is not None or not own_conversion):
         files = (
             sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else [source.path]
         )

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from braidrl.config import SourceConfig
 from braidrl.data.lines import LINE_BYTES
 from braidrl.errors import UserError, first_line, suggest
-from braidrl.parsing import check_levels, parse_json, what_is_wrong
+from braidrl.parsing import check_levels, parse_fault, parse_json
 
 Record = dict[str, Any]
 BATCH = 1024
@@ -76,7 +76,7 @@ def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
     try:
         return parse_json(raw, most_bytes, refuse_surrogates=False)  # `as_json` makes characters whole
     except ValueError as error:
-        raise UserError(f"{where} is {what_is_wrong('JSON', error)}{hint}") from None
+        raise UserError(f"{where} is {parse_fault('JSON', error)}{hint}") from None
 
 
 def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal
 
-from braidrl.cluster.devices import device_count, own_devices
+from braidrl.cluster.devices import device_count, visible_devices
 from braidrl.cluster.pools import GENERATE, Pool
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
@@ -326,7 +326,7 @@ class Deployment:
         if self.mode.concurrent:
             # Each process has a separate device, unless the machine has only one.
             return "collective" if way or available > 1 else None
-        devices = own_devices(available, self.engines.count, self.engines.ranks_per_node)
+        devices = visible_devices(available, self.engines.count, self.engines.ranks_per_node)
         shared = any(set(devices_of_engine) & set(devices.every[:1]) for devices_of_engine in devices.engines)
         if way and shared:
             raise UserError(

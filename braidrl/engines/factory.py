@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.cluster.devices import choose_device, device_count, own_devices
+from braidrl.cluster.devices import choose_device, device_count, visible_devices
 from braidrl.cluster.process import LOOPBACK, default_threads
 from braidrl.cluster.process_groups import address_towards, subgroup
 from braidrl.cluster.world import Ranks
@@ -163,7 +163,7 @@ def engines_of(role: str, ranks: DataParallel, spec: EngineSpec, deployment: Dep
     config, count, available = deployment.config, deployment.engines.count, device_count(spec.device)
     specs = [spec] * count
     if available is not None:
-        shares = own_devices(available, count, deployment.engines.ranks_per_node).engines
+        shares = visible_devices(available, count, deployment.engines.ranks_per_node).engines
         specs = [replace(spec, devices=devices) for devices in shares]
     spanning, python, limit_s = None, config.rollout.python, config.cluster.wait_limit_s
     engines = []

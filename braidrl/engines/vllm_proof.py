@@ -27,7 +27,7 @@ from braidrl.training.decoders.image_proof import packed_logits
 from braidrl.training.decoders.images import ModelImages, images_of
 from braidrl.training.decoders.proof import BOUND, Finding, Twin, distance, packed_log_probs
 from braidrl.training.decoders.shrink import is_token
-from braidrl.training.loading import blind_because, load_vision
+from braidrl.training.loading import load_vision, no_vision_reason
 from braidrl.training.pretrained import load_tokenizer
 from braidrl.weights.publisher import ModelWeights
 
@@ -73,7 +73,7 @@ def greatest_gap(config: Any, plan: ForwardPlan, python: Path | None, seen: Path
                 if (seen / name).is_file():
                     shutil.copy(seen / name, folder)
             if (vision := load_vision(Path(folder), images)) is None:
-                raise ValueError(blind_because(Path(folder), images))
+                raise ValueError(no_vision_reason(Path(folder), images))
             prompts, spans = with_images(prompts, vision, Path(folder))
         versions_drawn = asyncio.run(drawn(folder, models, prompts, spans, python, images if seen else None))
         for model, responses in zip(models, versions_drawn, strict=True):

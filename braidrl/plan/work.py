@@ -22,7 +22,13 @@ import numpy.typing as npt
 from braidrl.config.layout import ParallelLayout
 from braidrl.plan.rates import Phase, Work
 from braidrl.training import operations
-from braidrl.training.memory.footprint import MASTER_BYTES, Shape, beside_layers, layer_experts, local_parameters
+from braidrl.training.memory.footprint import (
+    MASTER_BYTES,
+    Shape,
+    layer_experts,
+    local_parameters,
+    parameters_outside_layers,
+)
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.weights.generation_layout import GenerationLayout
 
@@ -169,7 +175,7 @@ def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: boo
     """
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     experts = layers * layer_experts(shape) if layout.expert > 1 else 0
-    dense = layers * shape.layer_parameters + beside_layers(shape, layout) - experts
+    dense = layers * shape.layer_parameters + parameters_outside_layers(shape, layout) - experts
     behind, waited, collectives = np.zeros(2), np.zeros(2), 0.0
     # Parameters, the ranks that shard them, and all ranks.
     for parameters, inner in ((dense, layout.tensor), (experts, layout.expert)):

@@ -58,14 +58,17 @@ class ImportsOfProgram(ast.NodeTransformer):
         """The module of each name."""
         plain = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
         self.modules = {
-            alias.asname or alias.name: alias.name for node in plain for alias in node.names if is_nowhere(alias.name)
+            alias.asname or alias.name: alias.name
+            for node in plain
+            for alias in node.names
+            if is_missing_module(alias.name)
         }
         self.tree = ast.fix_missing_locations(self.visit(tree))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         """Return the assignments of names that are imported under another name."""
         module = node.module or ""
-        if not node.level and not is_nowhere(module):
+        if not node.level and not is_missing_module(module):
             return node
         named = [alias for alias in node.names if alias.name != "*"]
         self.names |= {alias.name: module for alias in named}
@@ -90,7 +93,7 @@ class ImportsOfProgram(ast.NodeTransformer):
         return ast.Name(node.attr, node.ctx)
 
 
-def is_nowhere(module: str) -> bool:
+def is_missing_module(module: str) -> bool:
     """Return True if no module of that name can be imported."""
     root = module.partition(".")[0]
     return root not in sys.modules and importlib.util.find_spec(root) is None

@@ -34,7 +34,7 @@ from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Accumulated, Objective, UpdateCounts, with_group_tokens
 from braidrl.training.optimizer import CONFIGURED, StepOverrides, learning_rate
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.pretrained import own_tokenizer
+from braidrl.training.pretrained import separate_tokenizer
 from braidrl.training.role_settings import settings_of
 from braidrl.training.roles.checkpoint import Write, copied
 from braidrl.training.roles.copies import RoleCopy
@@ -85,7 +85,7 @@ class StageExecutor:
         inferring = self.deployment.inference_layouts
         for role in roles:
             worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
-            if (role_tokenizer := own_tokenizer(role, config, tokenizer)) is not None:
+            if (role_tokenizer := separate_tokenizer(role, config, tokenizer)) is not None:
                 self.own_templates[role] = PromptTemplate.of(role_tokenizer, config.data)
             if role in generating:
                 self.generation.start_engine(role, worker)
@@ -127,7 +127,7 @@ class StageExecutor:
             if stage.kind is Kind.GENERATE:
                 return self.generation.generate(stage, rows, sums, stop)
             if stage.role is not None and ":" in stage.type:
-                return checked(stage, self.own_method(stage)(rows, **stage.settings), len(rows))
+                return checked(stage, self.user_method(stage)(rows, **stage.settings), len(rows))
             if stage.type == "verify":
                 results = self.generation.checks.results(stage, rows, sums)
                 return verified(self.flow, stage, rows, dict(results.items()))
@@ -164,7 +164,7 @@ class StageExecutor:
             added = added_scores(self.flow, stage, inputs, values.values) if rewarding else {}
             return {stage.writes[0]: values.values, **added}
 
-    def own_method(self, stage: Stage) -> Callable[..., Any]:
+    def user_method(self, stage: Stage) -> Callable[..., Any]:
         """Return a user's method that a stage names, bound to the role's worker."""
         owner, method = class_and_method(stage.type)
         role = str(stage.role)

@@ -116,7 +116,7 @@ class Replica:
         self.leave()
         ranks = Ranks(supervisor=self.world)
         index = gather_shard_index(parts, ranks, machine())
-        groups, names = lone_blocks(index), list(index.tensors)
+        groups, names = unreplicated_blocks(index), list(index.tensors)
         if any(group.wanted for group in groups):
             self.transfer = WeightTransfer(index, groups, ranks, device=HOST)
         for group in groups:
@@ -139,7 +139,7 @@ class Replica:
         return with_spares
 
 
-def lone_blocks(index: ShardIndex) -> list[TensorGroup]:
+def unreplicated_blocks(index: ShardIndex) -> list[TensorGroup]:
     """Return the groups of tensors with blocks on a single rank, which its neighbour must receive."""
     away = distance_to_neighbour(index.machines)
     groups = []

@@ -16,7 +16,7 @@ from typing import Any
 from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.process import interrupts_handled
 from braidrl.cluster.ranks import tell
-from braidrl.cluster.row_deaths import RowDeaths, left_out_line
+from braidrl.cluster.row_deaths import RowDeaths, skipped_row_line
 from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
@@ -310,7 +310,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """Record the rows with which a process of `hybrid` has died."""
         isolated = {stage.name for stage in (*self.flow.stages, *self.prepared.evaluation.stages) if can_isolate(stage)}
         for row in self.deaths.record("worker", error.rows if error.stage in isolated else ()):
-            self.progress.print(left_out_line(row, "workers", first_line(error)))
+            self.progress.print(skipped_row_line(row, "workers", first_line(error)))
         error.rows = ()
 
     def _load_again(self, checkpoint: Path, state: RunState, restart: Restart) -> None:

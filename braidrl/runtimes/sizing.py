@@ -173,7 +173,7 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
         config = sized.config
         if config.rollout.engine == "vllm" and "gpu_memory_utilization" not in config.rollout.vllm:
             # The share that training leaves for a vLLM on the same device.
-            left = min(1 - RESERVE - training / memory for training in beside_vllm(sized))
+            left = min(1 - RESERVE - training / memory for training in training_bytes(sized))
             if left > 0:
                 vllm = {**config.rollout.vllm, "gpu_memory_utilization": min(VLLM_SHARE, floor(100 * left) / 100)}
                 rollout = config.rollout.model_copy(update={"vllm": vllm})
@@ -240,7 +240,7 @@ def shares_devices(prepared: Prepared) -> bool:
     )
 
 
-def beside_vllm(prepared: Prepared) -> list[int]:
+def training_bytes(prepared: Prepared) -> list[int]:
     """Return the bytes that training uses of each kind of device while a vLLM on it keeps its memory."""
     config, trained_bytes = prepared.config, []
     for group in device_groups(prepared.deployment):
@@ -262,7 +262,7 @@ def check_engine_memory(prepared: Prepared) -> None:
     if (total := device_memory(config.device)) is None or not beside:
         return
     share = float(config.rollout.vllm.get("gpu_memory_utilization", VLLM_SHARE))
-    for training in beside_vllm(prepared):
+    for training in training_bytes(prepared):
         if share * total > total - training:
             raise UserError(
                 f"rollout.vllm.gpu_memory_utilization={share:g} asks for {in_units(int(share * total))} of a device "

@@ -5,7 +5,7 @@ from typing import Any
 
 from braidrl.agents.environments import AGENTS
 from braidrl.cluster.child import at_end
-from braidrl.cluster.devices import device_count, own_devices
+from braidrl.cluster.devices import device_count, visible_devices
 from braidrl.cluster.local import ENGINES, copy_as_fork_server
 from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.ray_cluster import import_ray
@@ -142,7 +142,7 @@ def check_runtime(deployment: Deployment, generates: bool, trains: bool, planned
             )
     devices = device_count(config.device)
     if not deployment.mode.sharded and devices is not None and not (planned and devices == 0):
-        own_devices(devices, deployment.engines.started, deployment.engines.layout.ranks)
+        visible_devices(devices, deployment.engines.started, deployment.engines.layout.ranks)
     if deployment.mode.concurrent:
         check_streaming(deployment)
         if not (generates and trains):

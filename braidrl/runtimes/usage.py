@@ -31,7 +31,7 @@ from braidrl.training import operations
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.decoders.images import ModelImages
 from braidrl.training.memory.footprint import model_shape
-from braidrl.training.operations import DeviceRates, MatrixSizes, TokenCounts, decoding, own_rates
+from braidrl.training.operations import DeviceRates, MatrixSizes, TokenCounts, decoding, device_rates
 from braidrl.training.role_settings import dtype_named, settings_of
 from braidrl.training.roles.worker import RoleWorker
 
@@ -83,7 +83,7 @@ class DeviceUsage:
     @cached_property
     def rates(self) -> DeviceRates | None:
         """Return the peak rates of this process's device, None if unknown."""
-        return own_rates(self.device, self.threads)
+        return device_rates(self.device, self.threads)
 
     @contextmanager
     def memory_of(self, name: str | None, sums: Sums) -> Iterator[None]:

@@ -228,7 +228,7 @@ def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
-    """Return the vision of a model, or None for a text-only model; `blind_because` says why.
+    """Return the vision of a model, or None for a text-only model; `no_vision_reason` says why.
 
     Raises UserError for sizes that its image processor does not support.
     """
@@ -236,7 +236,7 @@ def load_vision(path: Path, images: ImagesConfig) -> Vision | None:
     return vision if isinstance(vision, Vision) else None
 
 
-def blind_because(path: Path, images: ImagesConfig) -> str:
+def no_vision_reason(path: Path, images: ImagesConfig) -> str:
     """Return why a model takes no images; empty text if it does."""
     vision = _vision(path, images)
     return vision if isinstance(vision, str) else ""

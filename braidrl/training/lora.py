@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, first_line, suggest
 from braidrl.training.compute.experts import DOWN, SCALING, UP
-from braidrl.training.decoders.body import base_of, decoder_of, modules_beside_text
+from braidrl.training.decoders.body import base_of, decoder_of, non_text_modules
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
@@ -116,7 +116,7 @@ def with_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
 
 def add_to_tower(model: Any, lora: LoraConfig) -> None:
     """Add adapters to linear layers outside a model's text part. Raises UserError for a target that it lacks."""
-    parts = [getattr(base_of(model), name) for name in modules_beside_text(model)]
+    parts = [getattr(base_of(model), name) for name in non_text_modules(model)]
     linear = [[name for name, module in part.named_modules() if isinstance(module, nn.Linear)] for part in parts]
     available = {name.rpartition(".")[2] for names in linear for name in names}
     if lacking := [target for target in lora.vision_targets if target not in available]:

@@ -138,7 +138,7 @@ class DeviceRates:
     """Bytes per second read from memory."""
 
 
-def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
+def device_rates(device: torch.device, threads: int) -> DeviceRates | None:
     """Return the peak rates of this process, which uses `threads` cores on a CPU, from `kinds.yaml`; None for an
     unknown CUDA device.
     """

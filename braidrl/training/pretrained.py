@@ -112,7 +112,7 @@ def load_tokenizer(path: str | Path) -> transformers.PreTrainedTokenizerBase:
         raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {named_error(error)}") from error
 
 
-def own_tokenizer(
+def separate_tokenizer(
     role: str, config: Config, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> transformers.PreTrainedTokenizerBase | None:
     """Return the tokenizer of a role's model if its vocabulary differs from `tokenizer`, otherwise None."""

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.cluster.devices import Devices, assign_devices, device_lines, own_devices
+from braidrl.cluster.devices import Devices, assign_devices, device_lines, visible_devices
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import ProcessSpec, environment_of
@@ -105,10 +105,10 @@ def test_a_rank_of_torchrun_takes_its_share_of_its_nodes_devices(monkeypatch: py
     result = []
     for rank in range(4):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        result.append((own_devices(4).every, own_devices(8, engines=1).engines))
+        result.append((visible_devices(4).every, visible_devices(8, engines=1).engines))
     assert result == [((0,), ((1,),)), ((1,), ((3,),)), ((2,), ((5,),)), ((3,), ((7,),))]
     with pytest.raises(UserError, match=r"4 CUDA devices \(rank: 4\).* 2"):
-        own_devices(2)
+        visible_devices(2)
 
 
 def test_process_sees_devices_under_its_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +149,8 @@ def test_ranks_that_torchrun_starts_report_the_devices_that_they_take(tmp_path: 
     }
     script = tmp_path / "rank.py"
     script.write_text(
-        "from braidrl.cluster.devices import own_devices\n"
-        f"print(*(f'{{n}}: {{own_devices(n, 1, n // 4 or 1)}}\\n' for n in {[*tables]}), sep='', end='')\n"
+        "from braidrl.cluster.devices import visible_devices\n"
+        f"print(*(f'{{n}}: {{visible_devices(n, 1, n // 4 or 1)}}\\n' for n in {[*tables]}), sep='', end='')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(

@@ -28,7 +28,7 @@ from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun, train
-from braidrl.runtimes.streaming.weights import beside_computing
+from braidrl.runtimes.streaming.weights import side_stream
 from braidrl.training.acceptance import OPTIONAL, all_findings
 from braidrl.training.backends import BackendSpec
 from braidrl.training.compute import cuda_layers as layers
@@ -205,7 +205,7 @@ def test_weight_update_uses_its_own_cuda_stream(twin: CudaTwin) -> None:
     there = weight.to("cuda")
     parts = full_parts([("a", there), ("b", there[:, 8:])])
     writer = WeightWriter(parts, Ranks())
-    with beside_computing(there.device):
+    with side_stream(there.device):
         file = writer.write(parts)
     came = dict(file.tensors())
     assert torch.equal(came["a"], weight) and torch.equal(came["b"], weight[:, 8:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braidrl.runtimes.replicas import distance_to_neighbour, lone_blocks
+from braidrl.runtimes.replicas import distance_to_neighbour, unreplicated_blocks
 from braidrl.weights.boxes import Box
 from braidrl.weights.reshard_plan import ShardIndex, describe
 
@@ -21,21 +21,21 @@ def rows(start: int, end: int) -> Box:
 
 def test_blocks_that_one_rank_has_go_to_its_neighbour() -> None:
     shards = [rows(0, 2), rows(2, 4), rows(4, 6)]
-    (group,) = lone_blocks(index_of(shards, ["one"] * 3))
+    (group,) = unreplicated_blocks(index_of(shards, ["one"] * 3))
     assert sorted(group.wanted) == [(0, shards[2]), (1, shards[0]), (2, shards[1])]
 
 
 def test_blocks_that_several_ranks_have_stay_where_they_are() -> None:
     halves = [rows(0, 3), rows(3, 6)]
     for boxes in ([*halves, *halves], [Box.whole(SHAPE)] * 3):
-        assert not any(group.wanted for group in lone_blocks(index_of(boxes, ["one"] * len(boxes))))
+        assert not any(group.wanted for group in unreplicated_blocks(index_of(boxes, ["one"] * len(boxes))))
 
 
 def test_an_empty_shard_and_a_rank_alone_need_no_copy() -> None:
     boxes = [rows(0, 6), rows(6, 6)]
-    (group, *others) = lone_blocks(index_of(boxes, ["one"] * 2))
+    (group, *others) = unreplicated_blocks(index_of(boxes, ["one"] * 2))
     assert not others and list(group.wanted) == [(1, boxes[0])]
-    assert not any(group.wanted for group in lone_blocks(index_of([Box.whole(SHAPE)], ["one"])))
+    assert not any(group.wanted for group in unreplicated_blocks(index_of([Box.whole(SHAPE)], ["one"])))
 
 
 def test_the_neighbour_is_on_another_machine_if_all_can_have_one_there() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from braidrl.cluster.device_kinds import known_kinds
-from braidrl.training.operations import own_rates
+from braidrl.training.operations import device_rates
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ def test_rates_of_a_cuda_device_are_its_makers_figures(
     monkeypatch: pytest.MonkeyPatch, name: str, operations: float, bandwidth: float
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
-    result = own_rates(torch.device("cuda"), 1)
+    result = device_rates(torch.device("cuda"), 1)
     assert result is not None and (result.operations["bfloat16"], result.bandwidth) == (operations, bandwidth)
 
 
 def test_an_unlisted_device_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce GT 710")
-    assert own_rates(torch.device("cuda"), 1) is None
+    assert device_rates(torch.device("cuda"), 1) is None
 
 
 def test_no_two_kinds_have_one_name() -> None:
@@ -37,6 +37,6 @@ def test_no_two_kinds_have_one_name() -> None:
 
 
 def test_a_process_on_a_cpu_has_the_rates_of_its_cores() -> None:
-    one, four = (own_rates(torch.device("cpu"), cores) for cores in (1, 4))
+    one, four = (device_rates(torch.device("cpu"), cores) for cores in (1, 4))
     assert one is not None and four is not None and one.bandwidth == known_kinds()["cpu"].bandwidth
     assert four.operations["float32"] == 4 * one.operations["float32"] and four.bandwidth == 4 * one.bandwidth

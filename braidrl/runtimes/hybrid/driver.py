@@ -227,7 +227,9 @@ class HybridBackend:
         calls = registration.protocol.distribute(mesh, *arguments)
         sent = [None if call is None else (stage, iteration, key, *call) for call in calls]
         reads = columns_read(stage)
-        futures = [group.send(rank, "call_own", call, reads) for rank, call in enumerate(sent) if call is not None]
+        futures = [
+            group.send(rank, "call_user_method", call, reads) for rank, call in enumerate(sent) if call is not None
+        ]
         if not registration.writes:
             answers = self._answers(Output(stage, None, iteration, sums, group, futures))
             return registration.protocol.collect(mesh, calls, [answer.result for answer in answers])

@@ -16,7 +16,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskErr
 
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, room_for
-from braidrl.cluster.watchdog import mute_after
+from braidrl.cluster.watchdog import heartbeat_limit
 from braidrl.config import Config
 from braidrl.data.curricula import Units
 from braidrl.data.packing import balanced_partition
@@ -277,7 +277,7 @@ class RunWorkers:
         """
         cluster = self.home.cluster
         cluster.look()
-        actors, limit_s = [a for group in self.groups for a in group.actors], mute_after(cluster.config.silence_s)
+        actors, limit_s = [a for group in self.groups for a in group.actors], heartbeat_limit(cluster.config.silence_s)
         mute = [actor for actor in actors if cluster.silence(actor) > limit_s]
         dead, silent = cluster.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
         lost, nodes = set(map(id, [*mute, *dead, *silent])), cluster.living_nodes()

@@ -269,9 +269,9 @@ class HybridWorker:
     def sums(self, part: Part, stage: Stage, iteration: int) -> CallResult:
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
-    def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
+    def call_user_method(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
         """Call a user's method for a role, with rows in place of a part, and keep the columns that it writes."""
-        call = partial(self.executor.own_method(stage), **stage.settings)
+        call = partial(self.executor.user_method(stage), **stage.settings)
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
             return CallResult(result=call(*arguments))

@@ -10,7 +10,7 @@ from braidrl.data.token_columns import ROUTED_EXPERTS, column_of
 from braidrl.engines.deployment import MODES
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
-from braidrl.runtimes.prepare.names import own_code
+from braidrl.runtimes.prepare.names import user_code
 from braidrl.sandbox.walls import walls_missing
 from braidrl.training.acceptance import HALF, check_accepted
 from braidrl.training.backends import supported
@@ -35,7 +35,7 @@ def without_effect(config: Config) -> list[str]:
     }
     ignored = [shown for key, (shown, is_given) in settings.items() if is_given and key not in mode.reads]
     lines = [f"{shown} has no effect under runtime={mode.name}" for shown in ignored]
-    for key, sandbox, name in own_code(config):
+    for key, sandbox, name in user_code(config):
         if sandbox.sandbox != "none" and (reason := walls_missing(sandbox.sandbox == "bubblewrap")):
             lines.append(
                 f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no "

@@ -9,7 +9,7 @@ from braidrl.config import Config, DataConfig, SourceConfig
 from braidrl.config.paths import NAME, is_hub_name
 from braidrl.data.conversions import KNOWN
 from braidrl.errors import UserError, first_line
-from braidrl.runtimes.prepare.run_flow import with_own_samples
+from braidrl.runtimes.prepare.run_flow import with_samples_of_data
 
 
 def with_fetched(config: Config, with_weights: bool = True) -> Config:
@@ -19,7 +19,7 @@ def with_fetched(config: Config, with_weights: bool = True) -> Config:
     A folder belongs to one commit, so that a run resumes with the same files even if the name later refers to another
     commit. Without `with_weights` neither weights nor data are downloaded, and data keep their names.
     """
-    config = with_own_samples(config)
+    config = with_samples_of_data(config)
     roles = {
         role: role_config.model_copy(
             update={"model": model_here(role_config.model, f"roles.{role}.model", with_weights)}

@@ -17,7 +17,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow
 from braidrl.rewards.verifier import resolve
 from braidrl.runtimes.prepare.names import check_names
-from braidrl.runtimes.prepare.run_flow import check_best, evaluation_flow, with_own_samples, written_flow
+from braidrl.runtimes.prepare.run_flow import check_best, evaluation_flow, with_samples_of_data, written_flow
 from braidrl.training.model_settings import check_tokenizer, checked_settings
 
 JSON_BYTES = 16 << 20
@@ -37,7 +37,7 @@ def check_first(config: Config, trained: bool = True, evaluated: bool = True, ch
         # A plan needs no tokenizer.
         if trained or evaluated:
             check(partial(check_tokenizer, model))
-    flow = check(lambda: written_flow(with_own_samples(config)))
+    flow = check(lambda: written_flow(with_samples_of_data(config)))
     # The images of a model that sees are read with its processor.
     if flow is None or is_hub_name(config.model) or has_image_processor(config.model):
         return

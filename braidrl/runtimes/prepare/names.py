@@ -29,7 +29,7 @@ def check_names(config: Config) -> None:
     """Raise UserError for a configured name that does not exist, under any runtime."""
     engine, placement = config.rollout.engine, config.placement.name
     check_engine(config)
-    for key, sandbox, _ in own_code(config):
+    for key, sandbox, _ in user_code(config):
         check_walls(key, sandbox)
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
@@ -86,7 +86,7 @@ def check_engine(config: Config) -> None:
         )
 
 
-def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
+def user_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
     """Return the sandboxes of user code: the section's name, the section, and a description of the code."""
     environment = config.rollout.environment
     verifiers = [verifier.name for verifier in config.reward.verify if verifier.name not in VERIFIERS]

@@ -53,7 +53,7 @@ def written_flow(config: Config) -> Flow:
             endpoint_key(environment)
             check_spans(environment.spans)
     flow = Flow(flow.name, stages)
-    samples, rows, needed = rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
+    samples, rows, needed = rollout.samples_per_prompt, config.trainer.rows_per_update, responses_in_data(flow)
     if needed is not None and samples != needed:
         what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
         raise UserError(f"{flow.name} trains on {what}; write rollout.samples_per_prompt={needed}")
@@ -73,8 +73,8 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
     """
     learner = (*flow.trained_roles, *flow.roles)[0]
     is_scorer = flow.trains_on_pairs and learner in flow.scalar_roles
-    if is_scorer or (given_responses(flow) is not None and evaluates_given(config, learner in flow.scalar_roles)):
-        return with_images(Flow("evaluation", of_given_responses(flow, learner)), config)
+    if is_scorer or (responses_in_data(flow) is not None and evaluates_on_data(config, learner in flow.scalar_roles)):
+        return with_images(Flow("evaluation", stages_on_data(flow, learner)), config)
     role = next((s.role for s in flow.stages if s.kind is Kind.GENERATE), learner)
     checks = next((s.params for s in flow.stages if s.type == "verify"), {})
     scores = {"correct_score": checks.get("correct_score", 1.0), "wrong_score": checks.get("wrong_score", 0.0)}
@@ -135,7 +135,7 @@ def check_best(config: Config, evaluation: Flow) -> None:
         raise UserError(f"evaluation.best: no set has the metric {best!r}; write one of {', '.join(names)}")
 
 
-def evaluates_given(config: Config, is_scalar: bool) -> bool:
+def evaluates_on_data(config: Config, is_scalar: bool) -> bool:
     """Return True if a flow on responses of the data is evaluated on held-out responses instead of generated ones."""
     if config.evaluation.responses != "auto":
         return config.evaluation.responses == "given"
@@ -144,7 +144,7 @@ def evaluates_given(config: Config, is_scalar: bool) -> bool:
     return not is_scalar and config.reward.verify == usual and all(source.verify is None for source in sources)
 
 
-def of_given_responses(flow: Flow, learner: str) -> list[Stage]:
+def stages_on_data(flow: Flow, learner: str) -> list[Stage]:
     """Return the stages that evaluate responses of the data: a scoring role's scores of pairs, the implicit rewards of
     a policy and its reference for pairs, or the log-probs of responses.
     """
@@ -158,14 +158,14 @@ def of_given_responses(flow: Flow, learner: str) -> list[Stage]:
     return [joined, log_probs, reference, make_stage("shape.implicit_reward", None, id="evaluation.implicit_reward")]
 
 
-def given_responses(flow: Flow) -> int | None:
+def responses_in_data(flow: Flow) -> int | None:
     """Return the number of responses per prompt in the data that a flow trains on; None if it generates them."""
     if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
         return None
     return 2 if flow.trains_on_pairs else 1
 
 
-def with_own_samples(config: Config) -> Config:
+def with_samples_of_data(config: Config) -> Config:
     """Return the configuration with `samples_per_prompt` set to the number of responses in the data, unless it sets the
     number.
     """
@@ -173,7 +173,7 @@ def with_own_samples(config: Config) -> Config:
     if "samples_per_prompt" in rollout.model_fields_set:
         return config
     sizes = {"max_response_tokens": rollout.max_response_tokens, "samples_per_prompt": rollout.samples_per_prompt}
-    needed = given_responses(load_flow(config.flow, config.algorithm, sizes))
+    needed = responses_in_data(load_flow(config.flow, config.algorithm, sizes))
     if needed is None:
         return config
     return config.model_copy(update={"rollout": rollout.model_copy(update={"samples_per_prompt": needed})})

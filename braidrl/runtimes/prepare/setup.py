@@ -36,18 +36,18 @@ from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.first_checks import check_answer, check_answered
 from braidrl.runtimes.prepare.names import check_names
-from braidrl.runtimes.prepare.run_flow import build_flow, check_best, evaluation_flow, with_own_samples
+from braidrl.runtimes.prepare.run_flow import build_flow, check_best, evaluation_flow, with_samples_of_data
 from braidrl.training.compute.rope import RopeLengths, most_positions
 from braidrl.training.decoders.proof import proven_plan
-from braidrl.training.loading import blind_because, check_model, load_vision
+from braidrl.training.loading import check_model, load_vision, no_vision_reason
 from braidrl.training.optimizer import check_optimizer
 from braidrl.training.pretrained import (
     check_scorer,
     check_tokens,
     load_tokenizer,
     model_settings,
-    own_tokenizer,
     read_model_config,
+    separate_tokenizer,
 )
 from braidrl.training.role_settings import USUAL_TOKENS, settings_of
 
@@ -118,7 +118,7 @@ def prepare(config: Config, train: bool = True, check: Check = call) -> Prepared
 
 def without_data(config: Config, train: bool = True, check: Check = call) -> Prepared:
     """Do the part of `prepare` before any data is read; without `train` only the evaluation's models are checked."""
-    config = with_own_samples(config)
+    config = with_samples_of_data(config)
     flow = build_flow(config)
     if MODES[config.runtime].chained:
         # One model is active at a time, and every rank switches at the same points.
@@ -278,7 +278,7 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
         path = settings_of(role, config).model
         if settings_of(role, config).backend == "torch":
             check_model(path)
-        tokenizer_of_role = own_tokenizer(role, config, tokenizer)
+        tokenizer_of_role = separate_tokenizer(role, config, tokenizer)
         check_tokens(path, tokenizer_of_role or tokenizer)
         if config.rollout.engine == "embedded" and any(s.kind is Kind.GENERATE and s.role == role for s in flow.stages):
             proven_plan(read_model_config(path), path, decodes=True)
@@ -349,12 +349,12 @@ def check_images(
             )
         if config.trainer.train_vision and role_config.lora is not None and role in flow.trained_roles:
             raise UserError(f"trainer.train_vision: {role} trains adapters of the text part alone; remove one of them")
-        if own_tokenizer(role, config, tokenizer) is not None:
+        if separate_tokenizer(role, config, tokenizer) is not None:
             raise UserError(
                 f"roles.{role}.model: {role_config.model} has another tokenizer than {config.model}, and "
                 f"{source.path} has images; take a model of one family"
             )
-        if reason := blind_because(role_config.model, config.data.images):
+        if reason := no_vision_reason(role_config.model, config.data.images):
             raise UserError(
                 f"roles.{role}.model: {role_config.model} sees no images, and {source.path} has some: {reason}"
             )

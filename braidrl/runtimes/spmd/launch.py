@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from braidrl.cluster.child import end_at_once, failure_of
+from braidrl.cluster.child import exit_now, failure_of
 from braidrl.cluster.devices import choose_device, device_count, devices_each
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.membership import RepairBudget
@@ -55,7 +55,7 @@ def in_ranks(
     except LostPeers as error:
         tell(f"rank {world.rank}: {error}")
         # Other ranks may be stuck, so the process group cannot be left in order.
-        end_at_once()
+        exit_now()
     except Exception as error:
         failure = failure_of(f"rank {world.rank} failed in {world.place}{world.rows}", error)
         raise WorkerError(failure.message) from error

@@ -491,7 +491,7 @@ class ControlPlane(QueueController):
         """Return the number of rows that a worker has."""
         return sum(tasks.leases.rows_of[holder] for tasks in self.queues)
 
-    def seen_now(self) -> dict[str, float]:
+    def current_metrics(self) -> dict[str, float]:
         """Return metrics: the rows on engines, the oldest version among them, and the workers of each group."""
         engines = self.loading.engines
         groups = Counter(holder.group for holder in self.holders.values() if holder.group != ROWS)

@@ -24,8 +24,8 @@ from braidrl.cluster.membership import Members, Membership, RepairBudget, member
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
-from braidrl.cluster.row_deaths import left_out_line
-from braidrl.cluster.watchdog import mute_after
+from braidrl.cluster.row_deaths import skipped_row_line
+from braidrl.cluster.watchdog import heartbeat_limit
 from braidrl.cluster.world import Meeting, World, elastic_world, world_at
 from braidrl.config import parse_config
 from braidrl.engines.deployment import Deployment
@@ -179,7 +179,7 @@ class Processes:
         for member in [m for m in self.members if group in (None, m.group.name)]:
             if member not in self.members:
                 continue  # another process of its worker has left, and this one with it
-            if member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder):
+            if member.process.end_if_silent(heartbeat_limit(self.config.cluster.silence_s), self.folder):
                 tell(f"{member.process.name} {member.process.describe_end()}")
             # Only leading ranks talk to the queue.
             holder = self.leads(member)
@@ -224,7 +224,7 @@ class Processes:
         before, end = set(self.control.deaths.left_out), killed.process.describe_end()
         self.restart(peers)
         for row in sorted(self.control.deaths.left_out - before):
-            tell(left_out_line(row, "engines", end))
+            tell(skipped_row_line(row, "engines", end))
 
     def _lose_trainer(self, lost: Member) -> None:
         """Let the remaining ranks continue from memory; the lost rank restarts and joins them later.

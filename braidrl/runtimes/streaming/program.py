@@ -310,7 +310,7 @@ class StreamingController:
 
     def _show(self, generation: Bar, training: Bar | None = None) -> None:
         """Show the progress of rows in work: generated, on engines, and trained on."""
-        schedule, activity = self.stream.schedule, self.control.seen_now()
+        schedule, activity = self.stream.schedule, self.control.current_metrics()
         generation.rows, rows = len(schedule.versions), sum(map(len, schedule.rows_of.values()))
         generation.name = f"generation, from version {activity['streaming/oldest_version']:.0f} on"
         generation.update(in_flight=int(activity["streaming/in_flight"]), total_rows=rows)
@@ -334,7 +334,7 @@ class StreamingController:
         outcome = finished.outcome
         result = IterationResult(generated, final, finished.table, finished.final, sums, dropped=outcome.dropped)
         with self.control.changed:
-            observed = {**self.control.seen_now(), **self.control.activity.take_sums()}
+            observed = {**self.control.current_metrics(), **self.control.activity.take_sums()}
         observed |= {f"ranks/members/{group}": float(size) for group, size in self.processes.ranks().items()}
         for name, value in observed.items():
             result.sums.add(name, value)

@@ -86,7 +86,7 @@ class VersionWriter:
         parts = self.parts()
         if any(part.is_merged_together for part in parts.values()):
             parts = snapshot(parts)
-        beside = beside_computing(next((part.tensor.device for part in parts.values()), torch.device("cpu")))
+        beside = side_stream(next((part.tensor.device for part in parts.values()), torch.device("cpu")))
 
         def publish() -> WeightLocation:
             location = WeightLocation(number, self.bytes)
@@ -121,7 +121,7 @@ class VersionWriter:
                 self.offer.forget(number)
 
 
-def beside_computing(device: torch.device) -> AbstractContextManager[object]:
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which a thread reads results of a device: on CUDA a side stream."""
     if device.type != "cuda":
         return nullcontext()

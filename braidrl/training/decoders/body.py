@@ -133,7 +133,7 @@ def base_of(model: Any) -> Any:
     return getattr(model, "model", model) if body is model else body
 
 
-def modules_beside_text(model: Any) -> list[str]:
+def non_text_modules(model: Any) -> list[str]:
     """Return the names in `base_of` of the modules without text inputs: towers for images and sound, and their
     projections.
     """
@@ -143,9 +143,9 @@ def modules_beside_text(model: Any) -> list[str]:
     return [name for name, module in base.named_children() if module is not decoder]
 
 
-def parts_beside_text(model: Any) -> list[nn.Parameter]:
+def non_text_parameters(model: Any) -> list[nn.Parameter]:
     """Return the parameters that text does not use."""
-    if not modules_beside_text(model):
+    if not non_text_modules(model):
         return []
     base, text = base_of(model), set(map(id, decoder_of(model).parameters()))
     return [parameter for parameter in base.parameters() if id(parameter) not in text]
@@ -176,10 +176,10 @@ def listed_layers(module: nn.Module) -> list[nn.Module]:
     return [layer for child in module.children() for layer in listed_layers(child)]
 
 
-def use_sdpa_beside_text(model: Any) -> None:
+def use_sdpa_in_towers(model: Any) -> None:
     """Let the towers of a model compute with transformers' SDPA: their tokens see each other in both directions."""
     text = {id(module) for module in decoder_of(model).modules()}
-    for module in model.modules() if parts_beside_text(model) else ():
+    for module in model.modules() if non_text_parameters(model) else ():
         config: Any = getattr(module, "config", None)
         # A setting of the whole model's configuration, which projections may have too, would reach the text part.
         is_own = hasattr(config, "_attn_implementation") and config.get_text_config() is config
@@ -191,7 +191,7 @@ def use_plan(model: Any, plan: ForwardPlan) -> None:
     """Prepare a model in place for `run_body`."""
     setattr(model, PLAN, plan)
     use_row_lengths(model)
-    use_sdpa_beside_text(model)
+    use_sdpa_in_towers(model)
     model.set_experts_implementation(EXPERTS)  # if transformers offers a choice for mixtures
     for module in model.modules() if plan.mixers else ():
         kind: Any = type(module)

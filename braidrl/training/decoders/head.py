@@ -57,7 +57,7 @@ def head_of(model: Any) -> Head:
         )
         setattr(owner, name, probe)
         try:
-            small, large = (own_logits(model, hidden * factor).double() / factor for factor in (1e-3, 1e6))
+            small, large = (model_logits(model, hidden * factor).double() / factor for factor in (1e-3, 1e6))
         except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError):
             small = large = product[:0]
         finally:
@@ -79,7 +79,7 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits (..., V) of hidden states (..., D)."""
     head = head_of(model)
     if head.is_own:
-        return own_logits(model, hidden.reshape(1, -1, hidden.shape[-1])).unflatten(1, hidden.shape[:-1])[0]
+        return model_logits(model, hidden.reshape(1, -1, hidden.shape[-1])).unflatten(1, hidden.shape[:-1])[0]
     output = model.get_output_embeddings()
     return head.shape(output(hidden.to(output.weight.dtype)))
 
@@ -99,7 +99,7 @@ def predicted_log_probs(
     if head.is_own:
 
         def of_chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-            logits = own_logits(model, states[None])[0]
+            logits = model_logits(model, states[None])[0]
             log_softmax = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
             entropy = -(log_softmax.exp() * log_softmax).sum(-1)
             return log_softmax.gather(-1, ids[:, None])[:, 0], entropy if with_entropy_grad else entropy.detach()
@@ -124,7 +124,7 @@ def predicted_log_probs(
     )
 
 
-def own_logits(model: Any, hidden: Tensor) -> Tensor:
+def model_logits(model: Any, hidden: Tensor) -> Tensor:
     """Return the logits (1, N, V) of hidden states (1, N, D) from the model's forward, in which the decoder returns
     these states.
     """

@@ -22,7 +22,7 @@ from braidrl.errors import first_line
 from braidrl.training.compute.attention import parameters_of
 from braidrl.training.compute.packed import pack
 from braidrl.training.compute.slots import SlotCache, SlotStep
-from braidrl.training.decoders.body import ForwardPlan, base_of, decoder_of, parts_beside_text, prefill, run_body
+from braidrl.training.decoders.body import ForwardPlan, base_of, decoder_of, non_text_parameters, prefill, run_body
 from braidrl.training.decoders.head import logits_of
 from braidrl.training.decoders.images import ModelImages
 from braidrl.training.decoders.proof import (
@@ -78,17 +78,17 @@ class Sight:
     """True if the tokens of an image see each other in both directions."""
 
 
-def seeing_finding(twin: Twin, plan: ForwardPlan) -> tuple[Finding, bool]:
+def image_finding(twin: Twin, plan: ForwardPlan) -> tuple[Finding, bool]:
     """Return the finding on rows with images, and whether the tokens of an image see each other in both directions."""
-    causal = Finding.of(NAME, seeing_distance, twin, plan)
+    causal = Finding.of(NAME, image_distance, twin, plan)
     if causal.holds or causal.note:
         return causal, False
-    mutual = Finding.of(NAME, seeing_distance, twin, plan, True)
+    mutual = Finding.of(NAME, image_distance, twin, plan, True)
     return (mutual, True) if mutual.holds else (causal, False)
 
 
 @torch.no_grad()
-def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tuple[float, float]:
+def image_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tuple[float, float]:
     """Return the greatest difference of log-probs of rows with images, and its bound.
 
     With `mutual` the tokens of an image see each other in both directions.
@@ -104,7 +104,7 @@ def seeing_distance(twin: Twin, plan: ForwardPlan, mutual: bool = False) -> tupl
             if getattr(config, name, None) is not None:
                 setattr(config, name, token if name == "image_token_id" else token + 1)
     base = base_of(model)
-    if not parts_beside_text(model) or not hasattr(base, "get_image_features"):
+    if not non_text_parameters(model) or not hasattr(base, "get_image_features"):
         raise ValueError("no vision tower beside a text part")
     if "mm_encoder_outputs" not in parameters_of(type(base).forward):
         raise ValueError("its forward pass takes no encoded images")
@@ -203,7 +203,7 @@ def sight(config: Any) -> Sight:
             with quietly(), torch.enable_grad():
                 twin = Twin(config, device=proof_device())
                 plan, _ = best_plan(twin)
-                finding, mutual = seeing_finding(twin, plan)
+                finding, mutual = image_finding(twin, plan)
         except Refusal as refusal:
             return asdict(Sight(str(refusal)))
         except FAILURES as error:

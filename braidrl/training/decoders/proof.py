@@ -497,7 +497,7 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
     key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if key not in KNOWN:
         path = cache_folder() / f"{key}.json"
-        measurement = kept_measurement(path)
+        measurement = read_measurement(path)
         if measurement is None:
             measurement = measure()
             # Several processes may prove a model concurrently.
@@ -507,7 +507,7 @@ def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -
     return KNOWN[key]
 
 
-def kept_measurement(path: Path) -> dict[str, Any] | None:
+def read_measurement(path: Path) -> dict[str, Any] | None:
     """Read a cached measurement; return None if the file holds none."""
     try:
         content = parse_json(path.read_bytes(), MEASUREMENT_BYTES, finite=False)

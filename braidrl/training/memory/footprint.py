@@ -32,7 +32,7 @@ from braidrl.training.decoders.body import (
     PACKED,
     ForwardPlan,
     body_of,
-    parts_beside_text,
+    non_text_parameters,
     plan_of_model,
     run_body,
     use_plan,
@@ -75,7 +75,7 @@ class ModelSizes(NamedTuple):
         text = config.get_text_config()
 
         def first(names: Sequence[str], default: int = 1) -> int:
-            values = (own_setting(text, name) for name in names)
+            values = (uniform_setting(text, name) for name in names)
             return next((value for value in values if isinstance(value, int) and value > 0), default)
 
         heads, width = first(HEADS), first(WIDTHS)
@@ -85,12 +85,12 @@ class ModelSizes(NamedTuple):
             text.vocab_size,
             heads,
             first(KEY_HEADS, heads),
-            int(own_setting(text, "head_dim") or width // heads),
+            int(uniform_setting(text, "head_dim") or width // heads),
             bool(getattr(config, "tie_word_embeddings", False)),
         )
 
 
-def own_setting(config: Any, name: str) -> Any:
+def uniform_setting(config: Any, name: str) -> Any:
     """Return a setting; None if it is missing or differs by layer."""
     try:
         return getattr(config, name, None)
@@ -168,13 +168,13 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
         every, tower = (
-            sum(p.numel() for p in parameters) for parameters in (model.parameters(), parts_beside_text(model))
+            sum(p.numel() for p in parameters) for parameters in (model.parameters(), non_text_parameters(model))
         )
         # Some layers of some mixtures are dense.
         by_layer = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
         per_layer = sum(by_layer) // len(layers)
         shape = Shape(type(model).__name__, config, every, per_layer, dtype, trained, copied, four_bit, tower=tower)
-        kinds = set(own_setting(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
+        kinds = set(uniform_setting(config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
         is_uniform = config.model_type in UNIFORM and not kinds and len(set(by_layer)) == 1
         MEASURED[key] = replace(shape, **expert_sizes(model), is_uniform=is_uniform)
     return MEASURED[key]
@@ -183,7 +183,7 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
 def expert_sizes(model: PreTrainedModel) -> dict[str, Any]:
     """Return the sizes of a mixture by their names in `Shape`; none without experts."""
     text = model.config.get_text_config()
-    chosen = next((own_setting(text, name) for name in CHOSEN if own_setting(text, name)), None)
+    chosen = next((uniform_setting(text, name) for name in CHOSEN if uniform_setting(text, name)), None)
     if not isinstance(chosen, int):
         return {}
     modules = [module for module in model.modules() if isinstance(getattr(module, "num_experts", None), int)]
@@ -250,7 +250,7 @@ def resident_bytes(
 def local_parameters(shape: Shape, layout: ParallelLayout) -> int:
     """Return the number of parameters that a rank stores."""
     layers, shards = shape.sizes.num_hidden_layers // layout.pipeline, layout.tensor * layout.shard_ranks
-    parameters = layers * shape.layer_parameters + beside_layers(shape, layout)
+    parameters = layers * shape.layer_parameters + parameters_outside_layers(shape, layout)
     if layout.expert == 1:
         return (parameters - shape.tower) // shards + shape.tower // layout.shard_ranks
     # With `shard`, ranks with the same experts shard them further.
@@ -276,7 +276,7 @@ def working_bytes(
     if layout.shard != "none":
         gathered = layers if layout.shard == "optimizer" else min(2, layers)
         experts = gathered * layer_experts(shape) if layout.expert > 1 else 0
-        gathered_parameters = beside_layers(shape, layout) + gathered * shape.layer_parameters - experts
+        gathered_parameters = parameters_outside_layers(shape, layout) + gathered * shape.layer_parameters - experts
         parts["weights gathered"] = gathered_parameters * width // layout.tensor + experts * width // layout.expert
     if layout.expert > 1:
         # A layer's rows in the all-to-all to experts and back, with an even load.
@@ -305,7 +305,7 @@ def working_bytes(
     return parts
 
 
-def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
+def parameters_outside_layers(shape: Shape, layout: ParallelLayout) -> int:
     """Count the parameters of embedding, norm and head; in a pipeline, the larger count of the first and the
     last rank.
     """

@@ -39,7 +39,7 @@ def experts_of(layer: nn.Module) -> list[Any]:
     ]
 
 
-def own_experts(model: nn.Module, rank: int, ranks: int) -> dict[str, Box]:
+def expert_blocks(model: nn.Module, rank: int, ranks: int) -> dict[str, Box]:
     """Return the block of each stack of experts that one of `ranks` holds, by the stack's name."""
     names, blocks = {id(p): name for name, p in model.named_parameters()}, {}
     for module in experts_of(model):

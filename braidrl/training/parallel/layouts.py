@@ -36,9 +36,9 @@ from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
 from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import OnPrediction, Packed, Predict
-from braidrl.training.decoders.body import body_of, parts_beside_text, plan_of_model
+from braidrl.training.decoders.body import body_of, non_text_parameters, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
-from braidrl.training.parallel.experts import COPIES, EXPERT, is_of_experts, own_experts, shard_experts
+from braidrl.training.parallel.experts import COPIES, EXPERT, expert_blocks, is_of_experts, shard_experts
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.sequence import TokenGroups, predict_own_tokens
 from braidrl.weights.boxes import Box
@@ -130,7 +130,7 @@ class DataParallel(Ranks):
             tensor_parallel.parallelize_rest(model, self.mesh["tensor"])
         if self.uses_fsdp:
             self._shard(model, rows_mesh)
-        for parameter in (*body_of(model).decoder.parameters(), *parts_beside_text(model)) if plan else ():
+        for parameter in (*body_of(model).decoder.parameters(), *non_text_parameters(model)) if plan else ():
             # The gradient of a replicated parameter is a partial sum, over this rank's tokens or heads.
             axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
             if not {"tensor", "tokens", EXPERT} & {*(axes or ())}:
@@ -150,7 +150,7 @@ class DataParallel(Ranks):
         if self.expert_mesh is None:
             return {}
         mesh = self.expert_mesh[EXPERT]
-        return own_experts(model, mesh.get_local_rank(), mesh.size())
+        return expert_blocks(model, mesh.get_local_rank(), mesh.size())
 
     def _shard(self, module: Any, mesh: DeviceMesh) -> None:
         # Gradients are reduced in float32 for any weight dtype; loss sums are divided once, at `step`.

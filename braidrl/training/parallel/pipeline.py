@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from braidrl.errors import UserError
 from braidrl.training.compute.packed import HIDDEN, OnPrediction, Packed, Predict
-from braidrl.training.decoders.body import RECEIVED, base_of, body_of, modules_beside_text
+from braidrl.training.decoders.body import RECEIVED, base_of, body_of, non_text_modules
 
 RUN = 8
 """Most micro-batches per pipeline rank in one run: a trade-off of receive buffers against the pipeline bubble."""
@@ -165,7 +165,7 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
             if child is not model.base_model:
                 setattr(model, name, PassThrough())
     if rank > 0:
-        for name in modules_beside_text(model):
+        for name in non_text_modules(model):
             setattr(base_of(model), name, Nothing())
         for name, child in list(body.decoder.named_children()):
             if name == layers_name:

@@ -234,7 +234,7 @@ def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
     if not isinstance(body.norm, PassThrough):
 
         def gathered(_: nn.Module, __: Any, output: Any) -> Any:
-            if isinstance(output, ModelOutput):  # not the given states of `own_logits`
+            if isinstance(output, ModelOutput):  # not the given states of `model_logits`
                 local = DTensor.from_local(output.last_hidden_state, mesh, [TOKENS], run_check=False)
                 output["last_hidden_state"] = local.redistribute(placements=[Replicate()]).to_local()
             return output

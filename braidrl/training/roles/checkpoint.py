@@ -145,7 +145,7 @@ def optimizer_state(optimizer: MasterOptimizer, parameters: int, folder: Path) -
         files = WeightFiles(folder, OPTIMIZER)
         if not files:
             raise FileNotFoundError(folder)
-        keys = own_keys(optimizer, parameters, {key: files.shape(key) for key in files})
+        keys = local_keys(optimizer, parameters, {key: files.shape(key) for key in files})
         return {key: shard_of(tensor := files[key], owner(optimizer, key, tensor)) for key in keys}
     except (UserError, SafetensorError, OSError, EOFError, RuntimeError) as error:
         raise UserError(
@@ -166,7 +166,7 @@ def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
     return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor
 
 
-def own_keys(optimizer: MasterOptimizer, parameters: int, shapes: Mapping[str, torch.Size]) -> list[str]:
+def local_keys(optimizer: MasterOptimizer, parameters: int, shapes: Mapping[str, torch.Size]) -> list[str]:
     """Return the keys of saved state whose parameters this rank holds.
 
     Raises LookupError if their names or shapes do not match.

@@ -45,7 +45,7 @@ from braidrl.training.compute.rope import RopeLengths
 from braidrl.training.decoders.body import (
     PACKED,
     checkpoint_activations,
-    parts_beside_text,
+    non_text_parameters,
     plan_of_model,
     run_body,
     set_training,
@@ -136,7 +136,7 @@ class RoleWorker(ShardedBackend):
         for name, parameter in self.model.named_parameters():
             is_frozen = self.balance is not None and name in self.balance.frozen
             parameter.requires_grad_(self.train and not is_frozen and (not self.lora or lora.is_adapter(name)))
-        for parameter in parts_beside_text(self.model) if not (self.config.trainer.train_vision or self.lora) else ():
+        for parameter in non_text_parameters(self.model) if not (self.config.trainer.train_vision or self.lora) else ():
             parameter.requires_grad_(False)
         self.optimizer: MasterOptimizer | None = None
 
@@ -153,7 +153,10 @@ class RoleWorker(ShardedBackend):
             parameters = dict(self.model.named_parameters())
             numbers_of = {name: number for number, name in enumerate(self.shapes)}
             numbers = [numbers_of[name] for name in parameters]
-            rate, tower = self.config.trainer.vision_learning_rate, {id(part) for part in parts_beside_text(self.model)}
+            rate, tower = (
+                self.config.trainer.vision_learning_rate,
+                {id(part) for part in non_text_parameters(self.model)},
+            )
             rates = {name: rate for name, weight in parameters.items() if rate is not None and id(weight) in tower}
             self.optimizer = MasterOptimizer(
                 parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers, rates
@@ -199,7 +202,7 @@ class RoleWorker(ShardedBackend):
                 hidden = run_body(self.model, ids, packed.rope_positions, packed.attention(), packed.hidden)[0]
         if self.ranks.uses_fsdp and self.trains_vision and torch.is_grad_enabled():
             # FSDP reduces the gradients that a rank has: those of the tower are zero on a rank without images.
-            tower = [parameter for parameter in parts_beside_text(self.model) if parameter.requires_grad]
+            tower = [parameter for parameter in non_text_parameters(self.model) if parameter.requires_grad]
             hidden = hidden + sum((0 * parameter.sum() for parameter in tower), hidden.new_zeros(()))
         return hidden
 
@@ -541,7 +544,7 @@ class RoleWorker(ShardedBackend):
             prefix = OPTIMIZER_STATE
             state = {name.removeprefix(prefix): p.local for name, p in tensors.items() if name.startswith(prefix)}
             shapes = {key: tensor.shape for key, tensor in state.items()}
-            for key in checkpoint.own_keys(self.optimizer, len(self.shapes), shapes):
+            for key in checkpoint.local_keys(self.optimizer, len(self.shapes), shapes):
                 parameter = checkpoint.owner(self.optimizer, key, state[key])
                 box = (parameter.shape, box_of(parameter))
                 owners[prefix + key] = WeightPart([prefix + key], state[key], box)

@@ -21,7 +21,7 @@ from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.training.compute.packed import pack
 from braidrl.training.decoders.body import PACKED
 from braidrl.training.decoders.head import predicted_log_probs
-from braidrl.training.decoders.image_proof import seeing_finding
+from braidrl.training.decoders.image_proof import image_finding
 from braidrl.training.decoders.images import ModelImages, images_of
 from braidrl.training.decoders.proof import Twin
 from braidrl.training.loading import load_decoder, load_vision
@@ -204,5 +204,5 @@ def test_a_trained_tower_gets_gradients_and_a_frozen_one_none(tmp_path: Path) ->
 
 
 def test_the_proof_finds_images_whose_tokens_see_each_other() -> None:
-    finding, mutual = seeing_finding(Twin(AutoConfig.for_model("gemma3")), PACKED)
+    finding, mutual = image_finding(Twin(AutoConfig.for_model("gemma3")), PACKED)
     assert finding.holds and mutual
