@@ -41,7 +41,7 @@ PARTS_OF_RUN = ("start", "step", "evaluation", "checkpoint", "resume", "report")
 RESULT = Path(__file__).parents[1] / "results" / "ranks.json"
 
 
-class Alone:
+class SingleProcess:
     """A rank that writes its part of a source without others."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -126,7 +126,7 @@ def write_data(folder: Path, size: int) -> float:
         table = new_folder(reading, config.data, template)[0]
         table.mkdir(parents=True, exist_ok=True)
         start = time.process_time()
-        alone: Any = Alone(0, size)
+        alone: Any = SingleProcess(0, size)
         index_lines(source.path, table / INDEX)
         share = own_batches_of(reading, alone, None, Lines(source.path, table / INDEX))
         outcome = write_part(share, template, config.data, table)

@@ -294,11 +294,11 @@ def plan(
     config = load_config(*split(settings))
     read_cluster(devices)
     check_first(config, trained=False, evaluated=False)
-    from braidrl.cli.plan_command import Wanted
+    from braidrl.cli.plan_command import PlanOptions
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.observe.progress import Terminal
 
-    request = Wanted(devices, lengths, seconds or (), rates, max_staleness, time_limit)
+    request = PlanOptions(devices, lengths, seconds or (), rates, max_staleness, time_limit)
     find_plans(config, request, overlay, trace, Terminal())
 
 

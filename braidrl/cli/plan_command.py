@@ -37,7 +37,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanOptions:
     """The options of `braid plan`."""
 
     devices: str
@@ -48,7 +48,9 @@ class Wanted:
     time_limit: float | None = None
 
 
-def plan(config: Config, request: Wanted, overlay: Path | None, trace: Path | None, console: Console) -> list[Plan]:
+def plan(
+    config: Config, request: PlanOptions, overlay: Path | None, trace: Path | None, console: Console
+) -> list[Plan]:
     """Find the best plans, print them, and write the first.
 
     Raises UserError for configurations that cannot be planned, and for models that do not fit.
@@ -65,7 +67,7 @@ def plan(config: Config, request: Wanted, overlay: Path | None, trace: Path | No
     return plans
 
 
-def problem_of(config: Config, request: Wanted) -> Problem:
+def problem_of(config: Config, request: PlanOptions) -> Problem:
     """Return the planning problem. Raises UserError for an input that cannot be read."""
     cluster, config = read_cluster(request.devices), with_fetched(config, with_weights=False)
     flow = build_flow(config)
@@ -95,7 +97,7 @@ def problem_of(config: Config, request: Wanted) -> Problem:
     return Problem(config, flow, cluster, lengths, rates, seconds_of)
 
 
-def best_plans(problem: Problem, request: Wanted) -> list[Plan]:
+def best_plans(problem: Problem, request: PlanOptions) -> list[Plan]:
     """Return the best plans of all runtimes, fastest first. Raises UserError if the models fit on no allocation."""
     problem.check_stages()
     until = time.monotonic() + request.time_limit if request.time_limit is not None else None

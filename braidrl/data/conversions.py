@@ -30,7 +30,7 @@ CONVERSIONS = PluginRegistry(
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownDataset:
     """Default conversion, subset and split of a data set on the hub."""
 
     convert: str
@@ -38,21 +38,21 @@ class Known:
     split: str | None = None
 
 
-KNOWN: Mapping[str, Known] = {
-    "openai/gsm8k": Known("gsm8k", "main"),
-    "EleutherAI/hendrycks_math": Known("math"),
-    "DigitalLearningGmbH/MATH-lighteval": Known("math", "default"),
-    "HuggingFaceH4/MATH-500": Known("math"),
-    "BytedTsinghua-SIA/DAPO-Math-17k": Known("dapo_math_17k"),
-    "agentica-org/DeepScaleR-Preview-Dataset": Known("deepscaler"),
-    "HuggingFaceH4/aime_2024": Known("aime"),
-    "Maxwell-Jia/AIME_2024": Known("aime"),
-    "BytedTsinghua-SIA/AIME-2024": Known("aime"),
-    "math-ai/aime25": Known("aime"),
-    "yentinglin/aime_2025": Known("aime", "default"),
-    "Anthropic/hh-rlhf": Known("hh"),
-    "HuggingFaceH4/ultrafeedback_binarized": Known("ultrafeedback", split="train_prefs"),
-    "trl-lib/ultrafeedback_binarized": Known("ultrafeedback"),
+KNOWN: Mapping[str, KnownDataset] = {
+    "openai/gsm8k": KnownDataset("gsm8k", "main"),
+    "EleutherAI/hendrycks_math": KnownDataset("math"),
+    "DigitalLearningGmbH/MATH-lighteval": KnownDataset("math", "default"),
+    "HuggingFaceH4/MATH-500": KnownDataset("math"),
+    "BytedTsinghua-SIA/DAPO-Math-17k": KnownDataset("dapo_math_17k"),
+    "agentica-org/DeepScaleR-Preview-Dataset": KnownDataset("deepscaler"),
+    "HuggingFaceH4/aime_2024": KnownDataset("aime"),
+    "Maxwell-Jia/AIME_2024": KnownDataset("aime"),
+    "BytedTsinghua-SIA/AIME-2024": KnownDataset("aime"),
+    "math-ai/aime25": KnownDataset("aime"),
+    "yentinglin/aime_2025": KnownDataset("aime", "default"),
+    "Anthropic/hh-rlhf": KnownDataset("hh"),
+    "HuggingFaceH4/ultrafeedback_binarized": KnownDataset("ultrafeedback", split="train_prefs"),
+    "trl-lib/ultrafeedback_binarized": KnownDataset("ultrafeedback"),
 }
 """Defaults by repository. The split is `train`, and `test` for evaluation, if not given here."""
 UNIQUE = ("dapo_math_17k", "aime")

@@ -53,9 +53,9 @@ from braidrl.data.sources import Example, Reading
 from braidrl.data.tables import (
     BATCH,
     RESPONSES,
-    Alone,
     Facts,
     LoadingRanks,
+    SingleProcess,
     own_batches_of,
     part_of,
     part_writers,
@@ -119,7 +119,7 @@ class LoadedSource(Sequence[Example]):
         """
         if self.opening is None:
             return False
-        opening, ranks = self.opening, ranks or Alone()
+        opening, ranks = self.opening, ranks or SingleProcess()
         is_written = opening.is_written(wait, shows=ranks.rank == 0)
         if not all(ranks.gather(f"data {self.path}: read", is_written)):
             return False
@@ -269,7 +269,7 @@ def load_source(
     into it. With `opens`, a long source may be returned before its table is complete. Raises UserError in all ranks,
     for the first invalid example of the file, or if no prompt is short enough.
     """
-    ranks, source, purpose = ranks or Alone(), reading.source, f"data {reading.source.label}"
+    ranks, source, purpose = ranks or SingleProcess(), reading.source, f"data {reading.source.label}"
     folder, examples = (Path(kept), None) if kept else shared_folder(reading, data, template, ranks)
     if all(ranks.gather(f"{purpose}: kept", (folder / "facts.json").is_file())):
         return LoadedSource(source, *mapped(folder), folder)

@@ -116,7 +116,7 @@ class LoadingRanks(Protocol):
         """Send bytes to some ranks; return the bytes from each of `senders`."""
 
 
-class Alone:
+class SingleProcess:
     """A single process that loads data."""
 
     rank, size = 0, 1

@@ -16,7 +16,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from braidrl.rewards.cases import Asserted, asserting, parsed
+from braidrl.rewards.cases import AssertCase, asserting, parsed
 from braidrl.rewards.crossing import Foreign
 from braidrl.rewards.pytest_forms import Pytest, calls_of
 from braidrl.rewards.subjects import PLACEHOLDERS, ImportsOfProgram, named_under_test
@@ -26,7 +26,7 @@ MODULE = "braid_test"
 COUNT, IS, TYPE = "__asserted__", "__is__", "__type__"
 
 
-class Stopped(BaseException):
+class TestStopped(BaseException):
     """The end of a test for another reason than its assertions; the test's `except` clauses do not catch it."""
 
     def __init__(self, reason: Exception | None) -> None:
@@ -53,7 +53,7 @@ def replaced_in_vain(tree: ast.Module) -> str:
     return ""
 
 
-def runs(case: Asserted, peer: Any) -> bool:
+def runs(case: AssertCase, peer: Any) -> bool:
     """Return whether a text of tests holds.
 
     Raises ValueError for a test that cannot be used, and Stopped.
@@ -64,13 +64,13 @@ def runs(case: Asserted, peer: Any) -> bool:
     return held
 
 
-def holding(case: Asserted, peer: Any) -> bool:
+def holding(case: AssertCase, peer: Any) -> bool:
     """Execute a text of tests in this process, and return True if they pass; `peer` sends requests to the program.
 
     Raises ValueError for an unusable test, and Stopped.
     """
     imports, marked = ImportsOfProgram(parsed(case.text)), peer.raised_by_program
-    tree, names = imports.tree, Names(imports, case.entry, peer.ask)
+    tree, names = imports.tree, TestNames(imports, case.entry, peer.ask)
     peer.names = names
     called = {
         node.value.func.id
@@ -106,7 +106,7 @@ def holding(case: Asserted, peer: Any) -> bool:
     return True
 
 
-class Names(dict[str, Any]):
+class TestNames(dict[str, Any]):
     """The names in a test: those that it defines, Python's, and those under test."""
 
     def __init__(self, imports: ImportsOfProgram, entry: str, ask: Callable[..., Any]) -> None:
@@ -144,9 +144,9 @@ class Names(dict[str, Any]):
             if module.partition(".")[0] in ("", *PLACEHOLDERS):
                 return None
             reason = f"a test cannot run here: no module {module!r}, and the program defines no {name}"
-            raise Stopped(ValueError(reason)) from None
+            raise TestStopped(ValueError(reason)) from None
         if not isinstance(answer, Foreign | type):
-            raise Stopped(ValueError(f"the test uses {name}, a value that only the program defines"))
+            raise TestStopped(ValueError(f"the test uses {name}, a value that only the program defines"))
         self.foreign = True
         return answer
 
@@ -217,7 +217,7 @@ def compared(node: ast.Compare) -> ast.expr:
     return called if isinstance(node.ops[0], ast.Is) else ast.UnaryOp(ast.Not(), called)
 
 
-def collected(names: Names, called: set[str]) -> Iterator[Callable[[], Any]]:
+def collected(names: TestNames, called: set[str]) -> Iterator[Callable[[], Any]]:
     """Yield the tests that a framework would call, except those that the test's module has called."""
     defined = {name: value for name, value in names.items() if getattr(value, "__module__", None) == MODULE}
     yield from (defined[name] for name in ("setup_module",) if inspect.isfunction(defined.get(name)))
@@ -235,14 +235,16 @@ def collected(names: Names, called: set[str]) -> Iterator[Callable[[], Any]]:
             yield partial(lambda check, count: check(*[candidate(names)] * count), value, candidates)
 
 
-def candidate(names: Names) -> Any:
+def candidate(names: TestNames) -> Any:
     """Return the function for `check`. Raises ValueError if the data and the program do not determine it."""
     if not names.entry:
         functions = names.ask("functions")
         if not isinstance(functions, list) or not functions:
-            raise Stopped(None)
+            raise TestStopped(None)
         if len(functions) > 1:
-            raise Stopped(ValueError("check(candidate) of a program of several functions: name it in `entry_point`"))
+            raise TestStopped(
+                ValueError("check(candidate) of a program of several functions: name it in `entry_point`")
+            )
         names.entry = str(functions[0])
         names.subjects |= {names.entry}
     return names["candidate"] if "candidate" not in names else names[names.entry]

@@ -21,7 +21,7 @@ ASSERTING = ("raises", "fail", "warns")
 
 
 @dataclass(frozen=True)
-class Printed:
+class OutputCase:
     """The expected output of a program for an input."""
 
     given: str
@@ -29,7 +29,7 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class Called:
+class CallCase:
     """The expected result of a function of the program, or of a method of its class `Solution`, for arguments."""
 
     function: str
@@ -38,14 +38,14 @@ class Called:
 
 
 @dataclass(frozen=True)
-class Asserted:
+class AssertCase:
     """A text of tests in Python; `entry` is the function under test, if the data names it."""
 
     text: str
     entry: str = ""
 
 
-Case = Printed | Called | Asserted
+Case = OutputCase | CallCase | AssertCase
 
 
 def cases_of(answer: Any, example: Mapping[str, Any] | None = None) -> list[Case]:
@@ -104,19 +104,19 @@ def case_of(test: Any, entry: str, setup: str) -> Case:
         text = f"{setup}\n{test}" if setup else test
         if not any(asserting(node) for node in ast.walk(parsed(text)) if isinstance(node, ast.stmt)):
             raise ValueError(f"a test that asserts nothing: {test[:80]!r}")
-        return Asserted(text, entry)
+        return AssertCase(text, entry)
     if not isinstance(test, dict) or "input" not in test or "output" not in test:
         raise ValueError(f"a test has `input` and `output`, or is a text of asserts, not {str(test)[:80]}")
     case_input, expected = test["input"], test["output"]
     function = next((str(test[key]) for key in ENTRY if test.get(key)), entry)
     if function and test.get("testtype", "functional") != "stdin":
         # `Solution().f` and `Solution.f` are the method `f` of the class.
-        return Called(function.rpartition(".")[2], arguments_of(case_input), value_of(expected))
+        return CallCase(function.rpartition(".")[2], arguments_of(case_input), value_of(expected))
     if not isinstance(case_input := joined(case_input), str) or not isinstance(expected := joined(expected), str):
         raise ValueError(
             f"a test has texts as `input` and `output`, or names its function in fn_name: {str(test)[:80]}"
         )
-    return Printed(case_input, expected)
+    return OutputCase(case_input, expected)
 
 
 def arguments_of(arguments: Any) -> list[Any]:

@@ -30,8 +30,8 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
 from braidrl.errors import printable
-from braidrl.rewards.assertions import MODULE, Stopped, runs
-from braidrl.rewards.cases import Asserted, Called, Printed, cases_of
+from braidrl.rewards.assertions import MODULE, TestStopped, runs
+from braidrl.rewards.cases import AssertCase, CallCase, OutputCase, cases_of
 from braidrl.rewards.crossing import ASKED, COMPARISONS, DOCUMENTED, OPERATORS, Foreign, Peer
 from braidrl.rewards.verifiers import Score
 from braidrl.sandbox.copies import PROGRAMS
@@ -88,7 +88,7 @@ def code(
     passed, ended = 0, list[Exception]()
     for number, case in enumerate(tests, 1):
         try:
-            if isinstance(case, Printed):
+            if isinstance(case, OutputCase):
                 with started(["-c", program], case.given, math.ceil(seconds)) as running:
                     right = same_output(running.output(), case.expected)
             else:
@@ -163,7 +163,7 @@ def near(one: float, other: float) -> bool:
     return abs(one - other) <= NEAR * max(1.0, abs(other))
 
 
-def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
+def holds(program: str, case: AssertCase | CallCase, seconds: int) -> bool:
     """Run a test in this process; its calls of the program's functions run in the program's process."""
     requests, ours = os.pipe()
     theirs, answers = os.pipe()
@@ -178,8 +178,8 @@ def holds(program: str, case: Asserted | Called, seconds: int) -> bool:
                     print(json.dumps([prelude_of(program, case), program]), file=to_program, flush=True)
                 except BrokenPipeError:
                     peer.over()
-                passed = returns(peer, case) if isinstance(case, Called) else runs(case, peer)
-            except Stopped as stopped:
+                passed = returns(peer, case) if isinstance(case, CallCase) else runs(case, peer)
+            except TestStopped as stopped:
                 peer.stopped = peer.stopped or stopped
                 passed = False
             # A bare `except`, or a `finally`, may have hidden it.
@@ -197,14 +197,14 @@ SOLUTIONS = (
 """What the sites whose tasks ask for a class `Solution` import before a program."""
 
 
-def prelude_of(program: str, case: Asserted | Called) -> str:
+def prelude_of(program: str, case: AssertCase | CallCase) -> str:
     """Return the imports that a program may take for granted: the names of types, and a site's own."""
-    if isinstance(case, Called) and "class Solution" in program:
+    if isinstance(case, CallCase) and "class Solution" in program:
         return SOLUTIONS
     return "from typing import *" if TYPED.search(program) and "typing" not in program else ""
 
 
-def returns(peer: "TestPeer", case: Called) -> bool:
+def returns(peer: "TestPeer", case: CallCase) -> bool:
     """Return True if a function, or the method of a class `Solution`, returns the expected result.
 
     As JSON has neither, tuples are compared as lists; some data sets write a single result as a list of one.
@@ -249,14 +249,14 @@ class TestPeer(Peer):
     def __init__(self, running: "Running", requests: Any, answers: Any) -> None:
         """Talk to a `running` program over two pipes, one line at a time."""
         super().__init__(requests, answers)
-        self.foreign, self.running, self.unread = Kept, running, b""
+        self.foreign, self.running, self.unread = ProgramValue, running, b""
         self.awaitable = KeptAwaitable
-        self.stopped: Stopped | None = None
+        self.stopped: TestStopped | None = None
         self.names: Mapping[str, Any] = {}
         self.printed, self.terminal = 0, sys.stdout
 
     def stop(self, reason: Exception | None) -> NoReturn:
-        self.stopped = self.stopped or Stopped(reason)
+        self.stopped = self.stopped or TestStopped(reason)
         raise self.stopped
 
     def over(self) -> NoReturn:
@@ -366,7 +366,7 @@ def is_of_test(value: Any) -> bool:
     return type(value).__module__ == MODULE
 
 
-class Kept(Foreign):
+class ProgramValue(Foreign):
     """A proxy of a value of the program.
 
     The program cannot influence how a test compares it.
@@ -400,7 +400,7 @@ class Kept(Foreign):
         self._stays()
 
 
-class KeptAwaitable(Kept):
+class KeptAwaitable(ProgramValue):
     """A coroutine of the program, which is equal to itself alone, as event loops need it."""
 
     def __hash__(self) -> int:
@@ -408,19 +408,19 @@ class KeptAwaitable(Kept):
 
 
 def comparing(name: str) -> Any:
-    def compared(self: Kept, other: Any) -> Any:
+    def compared(self: ProgramValue, other: Any) -> Any:
         if other is None and name in ("__eq__", "__ne__"):
             return name == "__ne__"
-        if isinstance(other, Kept):
+        if isinstance(other, ProgramValue):
             self._stays()
         return getattr(operator, name)(self._plain(), other)
 
     return compared
 
 
-setattr(Kept, "__doc__", DOCUMENTED)  # noqa: B010 (types know it as a text)
+setattr(ProgramValue, "__doc__", DOCUMENTED)  # noqa: B010 (types know it as a text)
 for _name in COMPARISONS.split():
-    setattr(Kept, f"__{_name}__", comparing(f"__{_name}__"))
+    setattr(ProgramValue, f"__{_name}__", comparing(f"__{_name}__"))
 KeptAwaitable.__eq__ = object.__eq__  # type: ignore[method-assign]
 
 

@@ -24,7 +24,7 @@ from braidrl.data.vision import FAMILIES, IMAGE_PROCESSORS, WRITTEN, Vision, has
 from braidrl.errors import UserError
 from braidrl.native.linear import use_fast_products
 from braidrl.training.decoders.body import ForwardPlan, use_plan
-from braidrl.training.decoders.image_proof import sight
+from braidrl.training.decoders.image_proof import image_support
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.model_settings import read_object
 from braidrl.training.pretrained import check_scorer, load_tokenizer, named_error, read_model_config
@@ -253,7 +253,7 @@ def _vision(path: Path, images: ImagesConfig) -> Vision | str:
         return f"{config.model_type} has no vision tower"
     if importlib.util.find_spec("PIL") is None:
         return "Pillow is not installed; run `pip install pillow`"
-    seeing = sight(config)
+    seeing = image_support(config)
     if seeing.refused:
         return f"{config.model_type} is not proven to see rightly: {seeing.refused}"
     family, tokenizer = FAMILIES.get(config.model_type, WRITTEN), load_tokenizer(folder)

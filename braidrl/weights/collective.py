@@ -296,7 +296,7 @@ class Incoming:
         """
         with self._joined(lambda held: held.tensors) as transfer:
             tensors = transfer.index.tensors
-            arriving = Arriving(tensors, self.device)
+            arriving = ReceivedTensors(tensors, self.device)
             for number in transfer.steps({}, arriving):
                 for name in transfer.arrivals[number]:
                     tensor = arriving[name].local
@@ -360,7 +360,7 @@ class Incoming:
             raise TransferError(f"weights did not arrive: {reason}") from error
 
 
-class Arriving(dict[str, WeightPart]):
+class ReceivedTensors(dict[str, WeightPart]):
     """Full tensors, each allocated when its first block arrives."""
 
     def __init__(self, tensors: Mapping[str, WeightPart], device: torch.device) -> None:

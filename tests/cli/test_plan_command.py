@@ -22,7 +22,7 @@ from transformers import Qwen2Config
 
 from braidrl.cli.commands import app
 from braidrl.cli.dry_run import dry_run
-from braidrl.cli.plan_command import Wanted, best_plans, calibrated, plan, problem_of
+from braidrl.cli.plan_command import PlanOptions, best_plans, calibrated, plan, problem_of
 from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
@@ -51,8 +51,8 @@ def written(workshop: Workshop, name: str, best: Any, problem: Any) -> Path:
 
 def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Workshop) -> None:
     config = workshop.config(**PPO)
-    problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
-    plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
+    problem = problem_of(config, PlanOptions("1x4xcpu", max_staleness=1))
+    plans = best_plans(problem, PlanOptions("1x4xcpu", max_staleness=1))
     assert {one.runtime for one in plans} >= {"hybrid", "streaming"}
     for number, best in enumerate(plans):
         overlay = written(workshop, str(number), best, problem)
@@ -62,7 +62,7 @@ def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Worksho
         planned = sorted(one.memory for one in best.sets)
         counted = sorted(peak(footprints) for _, footprints in groups)
         assert planned == pytest.approx(counted, rel=0.1)
-        assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(best.seconds, rel=0.1)
+        assert predicted(problem_of(settings, PlanOptions("1x4xcpu"))).seconds == pytest.approx(best.seconds, rel=0.1)
 
 
 QWEN = {
@@ -114,7 +114,7 @@ def test_planned_memory_of_examples_is_that_of_the_dry_run(
     tmp_path: Path, sums_file: Path, example: str, size: str, devices: str, engine: str
 ) -> None:
     """As they are configured, and as the best plans of each runtime configure them."""
-    path, request = ROOT / "examples" / f"{example}.yaml", Wanted(devices)
+    path, request = ROOT / "examples" / f"{example}.yaml", PlanOptions(devices)
     changes = [
         f"model={qwen(tmp_path, size)}",
         f"data.train={sums_file}",
@@ -160,9 +160,9 @@ def test_plans_of_mixed_clusters_come_in_time_and_pass_their_dry_run(
         "device=cuda",
         "rollout.max_response_tokens=20000",
     ]
-    problem = problem_of(load_config(path, changes), Wanted(devices, lengths="4000:20000"))
+    problem = problem_of(load_config(path, changes), PlanOptions(devices, lengths="4000:20000"))
     start = time.monotonic()
-    plans = best_plans(problem, Wanted(devices, time_limit=limit_s, max_staleness=1))
+    plans = best_plans(problem, PlanOptions(devices, time_limit=limit_s, max_staleness=1))
     taken = time.monotonic() - start
     assert plans and taken < 4 * limit_s, f"the search took {taken:.1f} s in place of {limit_s:g} s"
     for number, best in enumerate(plans[:3]):
@@ -176,7 +176,7 @@ def test_plans_differ_where_engines_differ(workshop: Workshop) -> None:
     rates.write_text("cpu: {decode: {step_s: 0.01}, vllm: {decode: {step_s: 0.0001}}}")
     seconds = {}
     for engine in ("embedded", "vllm"):
-        request = Wanted("1x1xcpu", rates=rates)
+        request = PlanOptions("1x1xcpu", rates=rates)
         problem = problem_of(workshop.config(rollout={"engine": engine}), request)
         (first, *_) = best_plans(problem, request)
         seconds[engine] = first.costs["actor.generate"].seconds
@@ -186,7 +186,7 @@ def test_plans_differ_where_engines_differ(workshop: Workshop) -> None:
 
 
 def test_the_report_fits_eighty_columns_and_says_what_was_varied(workshop: Workshop) -> None:
-    shown, request = StringIO(), Wanted("1x4xcpu", max_staleness=1)
+    shown, request = StringIO(), PlanOptions("1x4xcpu", max_staleness=1)
     plan(workshop.config(**PPO), request, None, None, Console(file=shown, width=80))
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in shown.getvalue()
@@ -194,7 +194,7 @@ def test_the_report_fits_eighty_columns_and_says_what_was_varied(workshop: Works
 
 
 def test_plans_with_different_stages_are_compared(workshop: Workshop) -> None:
-    request = Wanted("1x2xcpu", max_staleness=1)
+    request = PlanOptions("1x2xcpu", max_staleness=1)
     config = workshop.config(algorithm={"kl_coef": 0}, trainer={"rows_per_update": None})
     plans = best_plans(problem_of(config, request), request)
     few, many = min(plans, key=lambda one: len(one.costs)), max(plans, key=lambda one: len(one.costs))
@@ -204,8 +204,8 @@ def test_plans_with_different_stages_are_compared(workshop: Workshop) -> None:
 
 
 def test_a_standalone_role_has_the_memory_of_its_plan(workshop: Workshop) -> None:
-    problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), Wanted("1x2xcpu", max_staleness=1))
-    for best in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
+    problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), PlanOptions("1x2xcpu", max_staleness=1))
+    for best in best_plans(problem, PlanOptions("1x2xcpu", max_staleness=1)):
         (whole,), roles = plans_table(problem, [best]).columns[4].cells, list(roles_table(best).columns[2].cells)
         assert roles == [whole] if len(roles) == 1 else whole in roles
 
@@ -213,7 +213,7 @@ def test_a_standalone_role_has_the_memory_of_its_plan(workshop: Workshop) -> Non
 def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
     config = workshop.config(**PPO)
     overlay, page = workshop.folder / "overlay.yaml", workshop.folder / "plan.json"
-    plans = plan(config, Wanted("1x1xcpu"), overlay, page, QUIET)
+    plans = plan(config, PlanOptions("1x1xcpu"), overlay, page, QUIET)
     assert plans[0].runtime == "eager" and "actor.generate" in page.read_text()
     with TrainingRun(load_config(workshop.folder / "run.yaml", [str(overlay), "trainer.steps=1"])) as run:
         run.train()
@@ -224,7 +224,7 @@ def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
     "runtime", ["streaming", *(pytest.param(runtime, marks=pytest.mark.soak) for runtime in ("distributed", "hybrid"))]
 )
 def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runtime: str) -> None:
-    request = Wanted("1x3xcpu" if runtime == "streaming" else "1x2xcpu")
+    request = PlanOptions("1x3xcpu" if runtime == "streaming" else "1x2xcpu")
     problem = problem_of(workshop.config(**({} if runtime == "streaming" else PPO)), request)
     best = next(one for one in best_plans(problem, request) if one.runtime == runtime)
     overlay = written(workshop, runtime, best, problem)
@@ -244,8 +244,8 @@ def test_a_process_uses_the_memory_in_its_plan(tmp_path: Path) -> None:
 
 
 def test_the_predicted_timeline_has_every_timed_stage(workshop: Workshop) -> None:
-    problem = problem_of(workshop.config(**PPO), Wanted("1x4xcpu"))
-    for best in best_plans(problem, Wanted("1x4xcpu")):
+    problem = problem_of(workshop.config(**PPO), PlanOptions("1x4xcpu"))
+    for best in best_plans(problem, PlanOptions("1x4xcpu")):
         assert {span.stage for span in spans_of(best)} >= {"actor.generate", "actor.update", "critic.update"}
 
 
@@ -284,7 +284,7 @@ def test_a_calibrated_run_is_predicted_as_it_was(workshop: Workshop) -> None:
     rates = workshop.folder / "rates.yaml"
     calibrated([run], "1x1xcpu", rates)
     settings = workshop.config("again")
-    problem = problem_of(settings, Wanted("1x1xcpu", lengths=str(run), rates=rates))
+    problem = problem_of(settings, PlanOptions("1x1xcpu", lengths=str(run), rates=rates))
     seconds = sorted(line["time/step"] for line in read_metrics(run))
     assert seconds[0] / 3 < predicted(problem).seconds < seconds[-1] * 3
     assert read_rates(rates)["cpu"].stages["verify"] > 0
@@ -333,8 +333,8 @@ def test_a_file_of_rates_that_is_none_is_refused_with_its_reason(tmp_path: Path,
 def test_a_stage_without_a_price_asks_for_its_seconds(workshop: Workshop) -> None:
     config = workshop.config(**ENVIRONMENT)
     with pytest.raises(UserError, match=r"actor.generate plays in an environment.*--seconds actor.generate=2.5"):
-        best_plans(problem_of(config, Wanted("1x1xcpu")), Wanted("1x1xcpu"))
-    given = Wanted("1x1xcpu", seconds=["actor.generate=7"])
+        best_plans(problem_of(config, PlanOptions("1x1xcpu")), PlanOptions("1x1xcpu"))
+    given = PlanOptions("1x1xcpu", seconds=["actor.generate=7"])
     assert best_plans(problem_of(config, given), given)[0].costs["actor.generate"].seconds == 7
 
 
@@ -350,8 +350,8 @@ def test_devices_may_come_from_a_file_with_kinds_of_its_own(workshop: Workshop) 
         "host": 1e9,
     }
     path.write_text(yaml.safe_dump({"kinds": {"ours": kind}, "groups": [{"kind": "ours", "nodes": 2, "devices": 2}]}))
-    problem = problem_of(workshop.config(), Wanted(str(path)))
+    problem = problem_of(workshop.config(), PlanOptions(str(path)))
     assert (problem.cluster.size, str(problem.cluster)) == (4, "2x2xours")
     path.write_text(yaml.safe_dump({"groups": [{"kind": "ours", "node": 2}]}))
     with pytest.raises(UserError, match=r"unknown key 'groups\.0\.node'"):
-        problem_of(workshop.config(), Wanted(str(path)))
+        problem_of(workshop.config(), PlanOptions(str(path)))

@@ -20,7 +20,7 @@ import pytest
 
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
-from braidrl.rewards.cases import Asserted, Called, Printed, cases_of
+from braidrl.rewards.cases import AssertCase, CallCase, OutputCase, cases_of
 from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.programs import lines_of, program_of
 from braidrl.rewards.verifier import Completion, resolve
@@ -187,15 +187,15 @@ def test_the_last_block_of_python_is_the_program_and_an_output_behind_it_is_not(
 
 
 def test_tests_are_read_in_every_form() -> None:
-    two = [Printed("1\n", "2"), Printed("21\n", "42\n")]
+    two = [OutputCase("1\n", "2"), OutputCase("21\n", "42\n")]
     listed = [{"input": "1\n", "output": "2"}, {"input": "21\n", "output": "42\n"}]
     assert cases_of(TESTS) == cases_of(json.dumps(TESTS)) == cases_of(repr(TESTS)) == cases_of(listed) == two
-    assert cases_of(["assert a", "assert b"]) == [Asserted("assert a"), Asserted("assert b")]
-    assert cases_of("assert a\nassert b") == [Asserted("assert a\nassert b")]
+    assert cases_of(["assert a", "assert b"]) == [AssertCase("assert a"), AssertCase("assert b")]
+    assert cases_of("assert a\nassert b") == [AssertCase("assert a\nassert b")]
     called = {"fn_name": "f", "inputs": [[1], "2\n3"], "outputs": [2, "[5]"]}
-    assert cases_of(repr(called)) == [Called("f", [1], 2), Called("f", [2, 3], [5])]
+    assert cases_of(repr(called)) == [CallCase("f", [1], 2), CallCase("f", [2, 3], [5])]
     assert cases_of({"test": "assert f(1)"}, {"entry_point": "f", "test_setup_code": "a = 1"}) == [
-        Asserted("a = 1\nassert f(1)", "f")
+        AssertCase("a = 1\nassert f(1)", "f")
     ]
     assert lines_of("1 \n\n2\n\n") == ["1", "", "2"] != lines_of("1\n2")
     without = (

@@ -69,7 +69,7 @@ class ProofVision:
 
 
 @dataclass(frozen=True)
-class Sight:
+class ImageSupport:
     """A model's measured processing of images."""
 
     refused: str
@@ -195,7 +195,7 @@ def last_logits(model: Any, images: ModelImages, row: Tensor, spans: Sequence[Im
     return logits_of(model, hidden[:1, 0])[0].float().log_softmax(-1)
 
 
-def sight(config: Any) -> Sight:
+def image_support(config: Any) -> ImageSupport:
     """Measure a model's processing of images, once on this machine."""
 
     def measured() -> dict[str, Any]:
@@ -205,11 +205,11 @@ def sight(config: Any) -> Sight:
                 plan, _ = best_plan(twin)
                 finding, mutual = image_finding(twin, plan)
         except Refusal as refusal:
-            return asdict(Sight(str(refusal)))
+            return asdict(ImageSupport(str(refusal)))
         except FAILURES as error:
-            return asdict(Sight(f"a tiny model of its structure cannot be loaded: {first_line(error)}"))
+            return asdict(ImageSupport(f"a tiny model of its structure cannot be loaded: {first_line(error)}"))
         if finding.holds:
-            return asdict(Sight("", mutual))
-        return asdict(Sight(finding.note or f"log-probs of rows with images differ by {finding.value:.1g}"))
+            return asdict(ImageSupport("", mutual))
+        return asdict(ImageSupport(finding.note or f"log-probs of rows with images differ by {finding.value:.1g}"))
 
-    return Sight(**remembered(config, "images", measured))
+    return ImageSupport(**remembered(config, "images", measured))

@@ -123,7 +123,7 @@ class PassThrough(nn.Module):
         return hidden
 
 
-class Nothing(nn.Module):
+class EmptyModule(nn.Module):
     """A placeholder for modules that only the first pipeline rank has besides the embedding: learned positions,
     towers.
     """
@@ -166,12 +166,12 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
                 setattr(model, name, PassThrough())
     if rank > 0:
         for name in non_text_modules(model):
-            setattr(base_of(model), name, Nothing())
+            setattr(base_of(model), name, EmptyModule())
         for name, child in list(body.decoder.named_children()):
             if name == layers_name:
                 break  # the modules after the layers belong to the last rank
             if name != embedding_name and any(True for _ in child.parameters()):
-                setattr(body.decoder, name, Nothing())
+                setattr(body.decoder, name, EmptyModule())
     if rank > 0 and not (tied and rank == ranks - 1):
         setattr(body.decoder, embedding_name, PassThrough())
 
