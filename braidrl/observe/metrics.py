@@ -7,16 +7,17 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from braidrl.deferred import Tensor, torch
-from braidrl.errors import UserError
+from braidrl.errors import UserError, shown
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.parsing import parse_json
 
+T = TypeVar("T")
 FILE_NAME = "metrics.jsonl"
 REQUIRED_KEYS = (
     "step",
@@ -87,10 +88,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all complete lines of a file.
+def read_lines(path: Path, form: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Read all complete lines of a file, each an object that `form` turns into a value.
 
-    Raises UserError when the file is missing, or with the number of a line that is not JSON.
+    Raises UserError when the file is missing, or with the number of a line that is not JSON or for which `form` raises
+    ValueError.
     """
     if not path.is_file():
         raise UserError(f"no file {path}: is {path.parent} the folder of a run?")
@@ -103,8 +105,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             record = None
         if not isinstance(record, dict):
             raise UserError(f"{path}, line {number}: not a JSON object; remove the line to read the rest")
-        records.append(record)
+        try:
+            records.append(form(record))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: {error}; remove the line to read the rest") from None
     return records
+
+
+def numbers_of_step(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the line of a step. Raises ValueError for a step that is no whole number, or a metric that is none."""
+    if type(record.get("step")) is not int:
+        raise ValueError(f"step is {shown(record.get('step'))}, and not a whole number")
+    for name, value in record.items():
+        if value is not None and type(value) not in (int, float):
+            raise ValueError(f"{shown(name)} is {shown(value)}, and metrics are numbers")
+    return record
 
 
 class MetricsWriter:
@@ -118,7 +133,8 @@ class MetricsWriter:
         path = folder / FILE_NAME
         if resume_step is None and path.exists() and path.stat().st_size:
             raise UserError(f"{folder} holds the metrics of an earlier run; go on by --resume, or choose another name")
-        lines = [line for line in read_lines(path) if line["step"] <= (resume_step or 0)] if path.exists() else []
+        records = read_lines(path, numbers_of_step) if path.exists() else []
+        lines = [line for line in records if line["step"] <= (resume_step or 0)]
         if path.exists():
             # A kill during this leaves the old file intact.
             with whole_file(path) as unfinished:
@@ -160,7 +176,7 @@ class MetricsWriter:
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl, given the file or its run folder. An incomplete last line is ignored."""
     path = Path(path)
-    return read_lines(path / FILE_NAME if path.is_dir() else path)
+    return read_lines(path / FILE_NAME if path.is_dir() else path, numbers_of_step)
 
 
 FAILURE = "failure: "

@@ -17,9 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import DTYPES as CODEC_DTYPES
+from braidrl.data.identity import FinishReason
 from braidrl.data.packing import equal_share
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.errors import UserError
@@ -34,8 +36,21 @@ from braidrl.observe.rollouts import (
     parts_of,
 )
 
-TOKEN_IDS, FINITE, OF_EVERY_TOKEN = ("tokens", "prompt"), ("score", "correct", "reward"), ("action_mask", "length")
-"""Columns of token ids, index columns that must be finite, and columns with the length or a value of each token."""
+TOKEN_IDS, FINITE = ("tokens", "prompt"), ("score", "correct", "reward")
+"""Columns of token ids, and index columns that must be finite."""
+COUNTED = {
+    "action_mask": "tokens",
+    "length": "tokens",
+    "sequence_lengths": "tokens",
+    "prompt_length": "prompt",
+    "action_tokens": "actions",
+    "rollout_log_probs": "actions",
+    "rollout_versions": "actions",
+}
+"""What the numbers of a column count, or of what it has one entry each."""
+LEAST = {"sequence_lengths": 1, "version": 0, "rollout_versions": 0, "finish_reason": 0}
+MOST = {"finish_reason": max(FinishReason), "rollout_log_probs": 1e-3}
+"""The smallest and the largest possible numbers of columns; rounding may lift a log-prob a little above 0."""
 DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
 
 
@@ -128,10 +143,27 @@ def check_rows(path: Path, rows: Rows, vocabulary: int) -> None:
         ids = name.rpartition(".")[2] in TOKEN_IDS
         if ids and len(values) and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
             raise UserError(f"{path}: column {name} has ids beyond the model's {vocabulary} tokens; record it again")
+        least, most = (limits.get(name.rpartition(".")[2]) for limits in (LEAST, MOST))
+        too_small = least is not None and len(values) and float(values.min()) < least
+        if too_small or (most is not None and len(values) and float(values.max()) > most):
+            raise UserError(f"{path}: column {name} has numbers that no run records; record the step again")
     for prefix in {name.removesuffix("tokens") for name in rows if name.rpartition(".")[2] == "tokens"}:
-        lengths = rows[prefix + "tokens"].lengths
-        for name in (prefix + column for column in OF_EVERY_TOKEN if prefix + column in rows):
-            column = rows[name]
-            count = column.lengths if isinstance(column, Ragged) else column
-            if not torch.equal(count.long(), lengths):
-                raise UserError(f"{path}: column {name} does not fit the number of tokens of its rows; record it again")
+        counts = {what: rows[prefix + what].lengths for what in TOKEN_IDS if prefix + what in rows}
+        if prefix + "action_mask" in rows:
+            mask = rows[prefix + "action_mask"]
+            counts["actions"] = sums_of_rows(mask)
+        for name, what in COUNTED.items():
+            if prefix + name in rows and what in counts:
+                column = rows[prefix + name]
+                per_row = column if isinstance(column, Tensor) else column.lengths
+                per_row = sums_of_rows(column) if name == "sequence_lengths" else per_row
+                if not torch.equal(per_row.long(), counts[what]):
+                    raise UserError(
+                        f"{path}: column {prefix + name} does not fit the number of {what} of its rows; record it again"
+                    )
+
+
+def sums_of_rows(column: Ragged) -> Tensor:
+    """Return the sum of each row's values, (B,) int64."""
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), column.values.long().cumsum(0)])[column.offsets]
+    return ends.diff()

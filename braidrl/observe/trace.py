@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums, append_line, open_lines, read_lines
 
@@ -176,12 +178,20 @@ def traced(
     return trace.span(role, stage, iteration, **about) if trace else nullcontext(Span("", role, stage, iteration, 0, 0))
 
 
+def span_of(record: dict[str, Any]) -> Span:
+    """Return the span of a line. Raises ValueError for a line that is none."""
+    try:
+        return msgspec.convert(record, Span)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"not a span ({error})") from None
+
+
 def read_trace(run: Path) -> list[Span]:
     """Read the spans of all workers, sorted by start, relative to the earliest.
 
     Raises UserError if the run has none.
     """
-    spans = [Span(**line) for path in sorted((run / "trace").glob("*.jsonl")) for line in read_lines(path)]
+    spans = [span for path in sorted((run / "trace").glob("*.jsonl")) for span in read_lines(path, span_of)]
     if not spans:
         raise UserError(f"{run} has no trace: is it the folder of a run that has done a step?")
     origin = min(span.start for span in spans)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter, Sums, read_metrics
+from braidrl.observe.trace import read_trace
 from tests.observe.made_up import metrics_of
 
 
@@ -138,3 +139,26 @@ def test_means_are_sums_over_counts_and_absent_without_counts() -> None:
     means = sums.means()
     assert means["length"] == 3.0
     assert math.isnan(means["empty"])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"step": 1, "loss": "x"}', "'loss' is 'x', and metrics are numbers"),
+        ('{"step": 1, "\\u001b[2J": []}', r"'\\x1b\[2J' is \[\]"),
+        ('{"step": 1.5}', "step is 1.5"),
+        ('{"loss": 1}', "step is None"),
+        ('{"step": NaN}', "not a JSON object"),
+    ],
+)
+def test_an_edited_line_that_is_no_metrics_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + line + "\n")
+    with pytest.raises(UserError, match=rf"line 2: {reason}"):
+        read_metrics(tmp_path)
+
+
+def test_an_edited_line_of_a_trace_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "eager.jsonl").write_text('{"worker": "eager", "start": "soon"}\n')
+    with pytest.raises(UserError, match=r"eager.jsonl, line 1: not a span"):
+        read_trace(tmp_path)

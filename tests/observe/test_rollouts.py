@@ -153,6 +153,7 @@ def recorded_row(**changes: Any) -> Rows:
         "tokens": Ragged.from_lengths(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([5])),
         "action_mask": Ragged.from_lengths(torch.tensor([0, 0, 1, 1, 1]).bool(), torch.tensor([5])),
         "rollout_log_probs": Ragged.from_lengths(torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([3])),
+        "sequence_lengths": Ragged.from_lengths(torch.tensor([3, 2]), torch.tensor([2])),
         "length": torch.tensor([5]),
         "score": torch.tensor([0.5]),
         "score_other": torch.tensor([float("nan")]),
@@ -176,6 +177,26 @@ EDITED: dict[str, tuple[Any, str]] = {
         {"action_mask": Ragged.from_lengths(torch.tensor([1, 1]).bool(), torch.tensor([2]))},
         "action_mask",
     ),
+    "log-probs above 0": (
+        {"rollout_log_probs": Ragged.from_lengths(torch.tensor([-1.0, 5.0, -3.0]), torch.tensor([3]))},
+        "rollout_log_probs",
+    ),
+    "a log-prob too few": (
+        {"rollout_log_probs": Ragged.from_lengths(torch.tensor([-1.0, -2.0]), torch.tensor([2]))},
+        "rollout_log_probs",
+    ),
+    "a prompt of 10**9 tokens": ({"prompt_length": torch.tensor([10**9])}, "prompt_length"),
+    "a negative number of actions": ({"action_tokens": torch.tensor([-7])}, "action_tokens"),
+    "sequences longer than the row": (
+        {"sequence_lengths": Ragged.from_lengths(torch.tensor([3, 9]), torch.tensor([2]))},
+        "sequence_lengths",
+    ),
+    "a sequence of negative length": (
+        {"sequence_lengths": Ragged.from_lengths(torch.tensor([9, -4]), torch.tensor([2]))},
+        "sequence_lengths",
+    ),
+    "a version below 0": ({"version": torch.tensor([-1])}, "version"),
+    "an unknown end": ({"finish_reason": torch.tensor([77])}, "finish_reason"),
     "negative ids": ({"tokens": Ragged.from_lengths(torch.tensor([1, 2, -3, 4, 5]), torch.tensor([5]))}, "tokens"),
     "ids beyond the vocabulary": ({"prompt": Ragged.from_lengths(torch.tensor([1, 99]), torch.tensor([2]))}, "prompt"),
 }
