@@ -38,6 +38,15 @@ SIGNS = {
     **dict.fromkeys(("\u20ac", "\u00a3", "\u00a5", "\u20b9", r"\pounds", r"\euro", r"\yen"), " "),
 }
 """Signs that math-verify does not read: degrees, angle brackets, currencies."""
+FORMS = (
+    (re.compile(r"</?(?:answer|think|solution)>"), "\n"),
+    (re.compile(r"\\boxed\s*([^\s{}\\])"), r"\\boxed{\1}"),
+    (re.compile(r"(?<=\d)\.(?=\s*[}$])"), ""),
+    (re.compile(r"\\text\s*\{\s*([\d:./,+-]+)\s*\}"), r"\1"),
+    (re.compile(r"\\mathrm\s*\{\s*([ie])\s*\}"), r"\1"),
+    (re.compile(r"\\([dt]?binom)\s*(\d)\s*(\d)"), r"\\\1{\2}{\3}"),
+)
+"""Forms of an answer that math-verify does not read, and how they are written for it."""
 DEGREES = re.compile(
     r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?)\s*(?:\{|\\left\(|\()?\s*"
     r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\}|\\right\)|\))?"
@@ -105,13 +114,15 @@ def readable(text: str) -> str:
 
     for sign, read in SIGNS.items():
         text = text.replace(sign, read)
+    for form, plain in FORMS:
+        text = form.sub(plain, text)
     text = SCIENTIFIC.sub(r"\1 \\times 10^{\2}", MIXED.sub(r"\1\2(\3+\\frac{\4}{\5})", text))
     text = DEGREES.sub(r"\1(\2\\pi/180)", text)
     return ENDLESS.sub(fraction, REPEATING.sub(fraction, BETWEEN_DIGITS.sub("", text)))
 
 
 POWER = re.compile(r"(\d+)\s*\^\s*")
-FACTORIAL = re.compile(r"(\d+)\s*\}?\s*!")
+FACTORIAL = re.compile(r"(\d+)\s*[})]?\s*!")
 CHOSEN = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)")
 TAIL = 500
 """Characters at the end of a response without a box in which its answer stands."""

@@ -148,6 +148,12 @@ EQUIVALENT = [
     ("9", r"\fbox{9}"),
     ("(1,2)", r"\boxed{\langle 1, 2\rangle}"),
     ("123456", "The answer is $123456$, I earned 99999!"),
+    ("5", "so\n<answer>5</answer>"),
+    ("5", r"\boxed5"),
+    ("2:3", r"\boxed{\text{2:3}}"),
+    ("5", r"\boxed{5.}"),
+    ("3+2i", r"\boxed{3+2\mathrm{i}}"),
+    ("10", r"\boxed{\binom52}"),
 ]
 DIFFERENT = [
     ("1/2", r"\boxed{\frac{1}{3}}"),
@@ -179,6 +185,8 @@ DIFFERENT = [
     ("9^{9^8}", r"\boxed{9^{9^9}}"),
     ("2^{2^{101}}", r"\boxed{2^{2^{100}}}"),
     ("1000001!", r"\boxed{1000000!}"),
+    ("3", r"\boxed{(1000000)!!}"),
+    ("6", "so\n<answer>5</answer>"),
     (r"\binom{1000000}{2}", r"\boxed{\binom{1000000}{500000}}"),
     ("2/3", r"\boxed{2 1/3}"),
     ("150", r"\boxed{1.5e3}"),
