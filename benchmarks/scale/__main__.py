@@ -10,14 +10,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import describe
-from benchmarks.scale.played import OF_A_MACHINE, PlayedExchange, PlayedWorld, heartbeats, join_played
+from benchmarks.scale import hybrid, streaming
+from benchmarks.scale.played import OF_A_MACHINE, AnyGap, PlayedExchange, PlayedWorld, heartbeats, join_played
 from braidrl.config import Config, load_config
 from braidrl.data.lines import Lines, index_lines
 from braidrl.data.prompts import LINES as INDEX
@@ -27,7 +28,6 @@ from braidrl.data.tables import own_batches_of, part_of, part_writers, write_par
 from braidrl.data.templates import PromptTemplate
 from braidrl.runtimes.run import StepMetrics, TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
-from braidrl.runtimes.step_metrics import GapWatch
 from braidrl.training.pretrained import load_tokenizer
 
 SIZES = (8, 64, 512, 1024, 4096)
@@ -37,6 +37,7 @@ STEPS, WARM = 8, 2
 """Steps of a run, and how many of them only warm caches; the median of the others counts, and of the evaluations."""
 RESPONSE_TOKENS = 16
 """Maximum length of unequal rows."""
+OTHERS = {"streaming": streaming.play, "hybrid": hybrid.play}
 PARTS_OF_RUN = ("start", "step", "evaluation", "checkpoint", "resume", "report")
 RESULT = Path(__file__).parents[1] / "results" / "ranks.json"
 
@@ -46,13 +47,6 @@ class SingleProcess:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-
-
-class AnyGap(GapWatch):
-    """Allows any difference of log-probs: rows that the model sends have the values of other tokens."""
-
-    def check(self, metrics: Mapping[str, float | int | None]) -> None:
-        pass
 
 
 class PlayedRun(TrainingRun):
@@ -143,7 +137,8 @@ def write_data(folder: Path, size: int) -> float:
 def play(folder: Path, rank: int, size: int, unequal: bool) -> dict[str, Any]:
     """Play one rank through its start, some steps, evaluations, a checkpoint and a resume."""
     record = folder / f"record-{size}-{unequal}.pt"
-    world = join_played(rank, size, None if rank == 0 else torch.load(record, weights_only=False), unequal)
+    said = [] if rank == 0 else torch.load(record, weights_only=False)
+    world = PlayedWorld(join_played(rank, size), said, unequal)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with PlayedRun(config_of(folder, size, unequal=unequal), world=world) as run:
         world.folder = run.folder
@@ -178,6 +173,7 @@ def median(counted: Sequence[Counter[str]]) -> Counter[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
+    parser.add_argument("--runtime", choices=["distributed", *OTHERS], default="distributed")
     parser.add_argument("--unequal", action="store_true", help="rows of 1 to 16 sampled tokens, which move")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--play", type=int, nargs=2, metavar=("RANK", "SIZE"))
@@ -185,47 +181,68 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.play:
         rank, size = arguments.play
-        print(json.dumps(play(arguments.folder, rank, size, arguments.unequal)))
+        other = OTHERS.get(arguments.runtime)
+        played = other(arguments.folder, size) if other else play(arguments.folder, rank, size, arguments.unequal)
+        print(json.dumps(played))
         return
-    played = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
         (folder / "run.yaml").write_text("{}")
-        print("| ranks | rank | tokenising, s |" + "".join(f" {part}, s |" for part in PARTS_OF_RUN), end="")
-        print(" KiB sent a step | messages | messages of gloo's rings | peak MiB |")
-        print("|---" * (len(PARTS_OF_RUN) + 7) + "|")
-        for size in arguments.sizes:
-            tokenised = write_data(folder, size)
-            for rank in (0, 1, size - 1):
-                command = [sys.executable, "-m", "benchmarks.scale", "--folder", name, "--play", str(rank), str(size)]
-                command += ["--unequal"] if arguments.unequal else []
-                ended = subprocess.run(command, capture_output=True, text=True, check=False)
-                if ended.returncode:
-                    print(ended.stderr[-4000:], file=sys.stderr)
-                    raise SystemExit(1)
-                told = json.loads(ended.stdout.splitlines()[-1]) | {"tokenising_s": tokenised}
-                played.append(told)
-                parts = told["parts"]
-                seconds = "".join(f" {parts[part].get('seconds', 0.0):.3f} |" for part in PARTS_OF_RUN)
-                sent = f"{parts['step']['bytes'] / 2**10:,.0f} | {parts['step']['messages']:,.0f}"
-                sent += f" | {parts['step']['messages_in_rings']:,.0f}"
-                print(
-                    f"| {size:,} | {rank:,} | {tokenised:.2f} |{seconds} {sent} | {told['peak_mib']:,.0f} |", flush=True
-                )
-    requests = heartbeats()
-    print(f"requests to the store a second of a machine with {OF_A_MACHINE} ranks: {requests:.1f}")
+        if arguments.runtime in OTHERS:
+            kept: dict[str, Any] = {arguments.runtime: play_other(folder, arguments)}
+        else:
+            kept = {"played_unequal" if arguments.unequal else "played": play_ranks(folder, arguments)}
+            kept |= {"store_requests_a_second": heartbeats(), "groups": GROUPS, "samples": SAMPLES}
+            print(f"requests to the store a second of {OF_A_MACHINE} ranks: {kept['store_requests_a_second']:.1f}")
     if arguments.save:
-        about: dict[str, Any] = {
-            "date": datetime.date.today().isoformat(),
-            **describe(1),
-            "groups": GROUPS,
-            "samples": SAMPLES,
-        }
-        about["store_requests_a_second"] = requests
-        known = json.loads(RESULT.read_text())
-        key = "played_unequal" if arguments.unequal else "played"
-        RESULT.write_text(json.dumps({**known, **about, key: played}, indent=1) + "\n")
+        about = {"date": datetime.date.today().isoformat(), **describe(1)}
+        RESULT.write_text(json.dumps({**json.loads(RESULT.read_text()), **about, **kept}, indent=1) + "\n")
+
+
+def in_process(folder: Path, arguments: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
+    """Play in a process of its own; return what it says. Raises SystemExit if it fails."""
+    command = [sys.executable, "-m", "benchmarks.scale", "--folder", str(folder), "--runtime", arguments.runtime]
+    command += ["--play", str(rank), str(size), *(["--unequal"] if arguments.unequal else [])]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        print(ended.stderr[-4000:], file=sys.stderr)
+        raise SystemExit(1)
+    told: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return told
+
+
+def play_ranks(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Play ranks 0, 1 and the last of each size of `distributed`, and print a table."""
+    played = []
+    print("| ranks | rank | tokenising, s |" + "".join(f" {part}, s |" for part in PARTS_OF_RUN), end="")
+    print(" KiB sent a step | messages | messages of gloo's rings | peak MiB |")
+    print("|---" * (len(PARTS_OF_RUN) + 7) + "|")
+    for size in arguments.sizes:
+        tokenised = write_data(folder, size)
+        for rank in (0, 1, size - 1):
+            told = in_process(folder, arguments, rank, size) | {"tokenising_s": tokenised}
+            played.append(told)
+            parts = told["parts"]
+            seconds = "".join(f" {parts[part].get('seconds', 0.0):.3f} |" for part in PARTS_OF_RUN)
+            sent = f"{parts['step']['bytes'] / 2**10:,.0f} | {parts['step']['messages']:,.0f}"
+            sent += f" | {parts['step']['messages_in_rings']:,.0f}"
+            print(f"| {size:,} | {rank:,} | {tokenised:.2f} |{seconds} {sent} | {told['peak_mib']:,.0f} |", flush=True)
+    return played
+
+
+def play_other(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Play a run of each size of `streaming` or `hybrid`, and print a table of a step of its processes."""
+    played = []
+    print("| devices | rows | process | a step, s | answering, s | KiB | messages |\n" + "|---" * 7 + "|")
+    for size in arguments.sizes:
+        played.append(in_process(folder, arguments, 0, size))
+        for name, step in played[-1]["parts"].items():
+            answering = f"{step['answering_s']:.3f}" if "answering_s" in step else ""
+            sent = f"{step['bytes'] / 2**10:,.0f} | {step['messages']:,.0f}" if "bytes" in step else " | "
+            print(f"| {size:,} | {played[-1]['rows']:,} | {name} | {step['seconds']:.3f} | {answering} | {sent} |")
+        sys.stdout.flush()
+    return played
 
 
 def write_model(folder: Path) -> None:

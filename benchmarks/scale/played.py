@@ -5,6 +5,7 @@ rank r: all-gather   the record of rank 0, and its own message for every other r
         columns      its own, with the groups of each rank; unequal rows are drawn from its own by chance
         rows         that other ranks send have the lengths of the index, and the played rank's values
         reduce       the record of rank 0; on rank 0 its own value, once for each rank
+        collect      on rank 0 its own value, once for each rank
         broadcast    the record of rank 0
         all-reduce   a sum times the number of ranks; a minimum or maximum as it is
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.saving.checkpoints import digests, files_in
 from braidrl.runtimes.saving.folders import latest_checkpoint
 from braidrl.runtimes.spmd.shard import Form, Shard, ShardExchange, StageReport
+from braidrl.runtimes.step_metrics import GapWatch
 
 OF_A_MACHINE, MOST_GROUPS = 8, 1 << 20
 """Ranks of a machine, and a bound of the groups' numbers."""
@@ -105,13 +107,20 @@ def ended(result: Any) -> dist.Work:
     return work
 
 
+class Record(Protocol):
+    """What rank 0 says: a list, or a store while several ranks are played at once."""
+
+    def append(self, message: bytes, /) -> object: ...
+
+    def __getitem__(self, call: int, /) -> bytes: ...
+
+
 class PlayedPeers(Peers):
     """The other ranks as partners of messages, which are all the model's."""
 
-    def __init__(self, group: PlayedGroup, record: Sequence[bytes] | None) -> None:
+    def __init__(self, group: PlayedGroup, record: Record) -> None:
         self.group, self.rank, self.size = group, group.number, group.count
-        self.counted, self.record, self.calls = group.counted, list(record or []), 0
-        self.makes_record = record is None
+        self.counted, self.record, self.calls = group.counted, record, 0
         self.coming = dict[int, memoryview]()
         """The messages of rows that other ranks send next."""
         self.rounds = len(list(distances(self.size)))
@@ -119,7 +128,7 @@ class PlayedPeers(Peers):
     def _recorded(self, message: Buffer) -> bytes:
         """Return rank 0's message of this call."""
         self.calls += 1
-        if self.makes_record:
+        if not self.rank:
             self.record.append(bytes(message))
         return self.record[self.calls - 1]
 
@@ -130,13 +139,19 @@ class PlayedPeers(Peers):
             own = memoryview(message)
             return [memoryview(first) if self.rank else own, *[own] * (self.size - 1)]
 
-    def reduce(self, message: bytes, combine: Callable[[bytes, bytes], bytes], sign: int) -> bytes:
+    def collect(self, message: bytes, combine: Callable[[bytes, bytes], bytes], sign: int) -> bytes:
         for _ in self._children():
             message = combine(message, message)
-        children = len(list(self._children()))
-        self.counted.add("reduce", frames(message) * (children + bool(self.rank)), children + bool(self.rank))
+        self.counted.add("up", frames(message) * bool(self.rank), bool(self.rank))
+        return message
+
+    def reduce(self, message: bytes, combine: Callable[[bytes, bytes], bytes], sign: int) -> bytes:
+        message = self.collect(message, combine, sign)
         with self.counted.modelling():
-            return self._recorded(message)
+            message = self._recorded(message)
+            children = len(list(self._children()))
+            self.counted.add("down", frames(message) * children, children)
+            return message
 
     def broadcast(self, message: bytes, sign: int) -> bytes:
         with self.counted.modelling():
@@ -159,7 +174,7 @@ def frames(message: Buffer) -> int:
 class PlayedWorld(World):
     """The world of a played rank. It counts the seconds of each place, without those of the model."""
 
-    def __init__(self, group: PlayedGroup, record: Sequence[bytes] | None, unequal: bool) -> None:
+    def __init__(self, group: PlayedGroup, record: Record, unequal: bool = False) -> None:
         super().__init__(group.number, group.count, group, dist.HashStore())
         self.unequal = unequal
         self.played, self.seconds = PlayedPeers(group, record), defaultdict[str, float](float)
@@ -322,6 +337,13 @@ def is_as_long(column: Ragged, known: Rows, name: str) -> bool:
     return name in known and torch.equal(column.lengths, known[name].long())
 
 
+class AnyGap(GapWatch):
+    """Allows any difference of log-probs: rows that the model sends have the values of other tokens."""
+
+    def check(self, metrics: Mapping[str, float | int | None]) -> None:
+        pass
+
+
 class CountingStore(dist.Store):
     """A store in this process that counts its requests."""
 
@@ -358,7 +380,7 @@ def heartbeats(ranks: int = OF_A_MACHINE, seconds: int = 5) -> float:
     return store.requests / seconds
 
 
-def join_played(rank: int, size: int, record: Sequence[bytes] | None, unequal: bool = False) -> PlayedWorld:
+def join_played(rank: int, size: int) -> PlayedGroup:
     """Join the played group as the group of all ranks of torch.distributed."""
     made: list[PlayedGroup] = []
 
@@ -368,4 +390,4 @@ def join_played(rank: int, size: int, record: Sequence[bytes] | None, unequal: b
 
     dist.Backend.register_backend("played", create, devices=["cpu"])
     dist.init_process_group("played", store=dist.HashStore(), rank=rank, world_size=size)
-    return PlayedWorld(made[0], record, unequal)
+    return made[0]

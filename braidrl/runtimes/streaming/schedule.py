@@ -276,6 +276,8 @@ class StreamSchedule:
         if not buckets:
             return None
         bucket = min(buckets)
+        if consumer.kind is Kind.TRAIN and self._waits_for_more(name, bucket, ranks):
+            return None
         if name in self.consumers.whole_batches:
             batch = self.progress.batches[bucket.iteration]
             rows = batch.uids if batch.is_known and self.tasks[name].are_free(batch.uids) else ()
@@ -313,6 +315,14 @@ class StreamSchedule:
         # No row runs concurrently with a suspect.
         chosen = chosen if suspects.isdisjoint(before) else []
         return self.tasks.lease(lease.task, chosen, lease.holder, now, seconds)
+
+    def _waits_for_more(self, name: str, bucket: Bucket, ranks: int) -> bool:
+        """Return True if a trainer's ranks would get less than a row each, and more rows of the batch are to come: the
+        ranks meet for each lease.
+        """
+        task, batch = self.tasks[name], self.progress.batches[bucket.iteration]
+        ready = len(task.ready[bucket].rows) * (batch.samples if task.whole_groups else 1)
+        return ready < min(ranks, len(batch.plan) - len(task.lease))
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
         """Record that a consumer has completed rows of its leases; for a generate stage, with the oldest version of

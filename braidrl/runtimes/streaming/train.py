@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from braidrl.cluster.world import World
@@ -63,6 +64,8 @@ class Trainer:
         self.at = 0
         """Position of the train stage that is next among the stages."""
         self.pieces: list[WorkItem] = []
+        self.work_of_ranks = np.zeros(self.world.size)
+        """The work on the rows of the batch that each rank has, as `balance_of` counts it."""
         self.rows_left = 0
         """Rows of the batch that have not arrived."""
         self.states: Mapping[str, State] = {}
@@ -90,20 +93,26 @@ class Trainer:
         if self.world.size == 1:
             work.index = work.read().index
         else:
-            # An equal share of the work on each dispatch.
-            role, config, share = self.consumer.updates[0].role, self.executor.config, list[int]()
-            for positions in self._dispatches(range(work.size)):
-                costs, groups = balance_of(work.index.take(positions), role, config, True, self.world.size)
-                together = None if groups is None else groups.tolist()
-                parts = balanced_partition(costs.tolist(), self.world.size, groups=together)
-                share += [positions[number] for number in sorted(parts[self.world.rank])]
-            work.read(share)
+            places = self._dispatches(range(work.size))
+            work.read([position for some in places for position in self._own_share(work.index, some)])
         self.rows_left -= work.size
         self.pieces.append(work)
         for stage in self.stages[: self.at]:
             self._run(stage, work)
         self.updates.add(work, batch.updates)
         self._accumulate()
+
+    def _own_share(self, index: Rows, positions: Sequence[int]) -> list[int]:
+        """Return the positions of this rank's rows in a dispatch: the fullest part goes to the rank with the least work
+        so far.
+        """
+        ranks, role = self.world.size, self.consumer.updates[0].role
+        costs, groups = balance_of(index.take(positions), role, self.executor.config, True, ranks)
+        parts = balanced_partition(costs.tolist(), ranks, groups=None if groups is None else groups.tolist())
+        next_ranks = np.argsort(self.work_of_ranks, kind="stable")
+        self.work_of_ranks[next_ranks] += [float(costs[part].sum()) for part in parts]
+        mine = int((next_ranks == self.world.rank).argmax())
+        return [positions[number] for number in sorted(parts[mine])]
 
     def ready(self) -> list[str]:
         """Return the train stage whose next step can be made, as far as this worker knows."""
