@@ -4,6 +4,9 @@
         ─▶ output
     ──all-gather──▶ logits
 
+A layer of experts is one more part with an all-reduce: each rank has some of them, and computes the rows that chose
+them.
+
 All ranks compute the same rows, with hidden states that are bitwise equal and without gradients. Each pipeline rank has
 some of the layers, and the last one samples for all.
 
@@ -23,8 +26,10 @@ from transformers import PreTrainedModel
 from braidrl.cluster.process_groups import subgroup
 from braidrl.errors import UserError
 from braidrl.native.linear import product
+from braidrl.training.compute.experts import experts_forward
 from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.loading import load_decoder
+from braidrl.training.parallel.experts import LocalExperts, expert_blocks, experts_of
 from braidrl.training.parallel.pipeline import PassThrough, split_layers
 from braidrl.training.parallel.tensor import full_plan_of
 from braidrl.weights.boxes import Slices, boxes_of, chunk, pattern_of
@@ -136,6 +141,23 @@ class VocabParallelEmbedding(nn.Embedding):
         return self.ranks.all_reduce(embedded.masked_fill(~is_local[..., None], 0.0))
 
 
+class ShareOfExperts:
+    """The forward of a module that holds this rank's experts of a layer."""
+
+    def __init__(self, module: Any, ranks: TensorRanks) -> None:
+        self._ranks = ranks
+        self._start, self._count = chunk(module.num_experts, ranks.rank, ranks.size)
+        self._experts = LocalExperts(module, self._count)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums (T, D) of all experts `top_k_index` (T, K) of tokens (T, D), on all ranks."""
+        local = top_k_index - self._start
+        tokens, choices = ((local >= 0) & (local < self._count)).nonzero(as_tuple=True)
+        rows, weights = hidden_states[tokens], top_k_weights[tokens, choices, None]
+        outputs = experts_forward(self._experts, rows, local[tokens, choices, None], weights)
+        return self._ranks.all_reduce(torch.zeros_like(hidden_states).index_add_(0, tokens, outputs))
+
+
 PARALLEL_MODULES: dict[str, type[nn.Module]] = {
     "rowwise": RowParallelLinear,
     "embedding_rowwise": VocabParallelEmbedding,
@@ -160,7 +182,7 @@ def load_for_decoding(
     check_heads(config.to_dict(), ranks.size)
     plan = full_plan_of(model, KEY, f"{KEY}=1") if ranks.size > 1 else {}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    boxes = boxes_of(shapes, plan, ranks.rank, ranks.size)
+    boxes = boxes_of(shapes, plan, ranks.rank, ranks.size) | expert_blocks(model, ranks.rank, ranks.size)
     if pipeline is not None:
         split_layers(model, pipeline.rank(), pipeline.size())
     if next(model.parameters()).is_meta:
@@ -179,6 +201,8 @@ def load_for_decoding(
             kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))
             if kind is not None:
                 module.__class__, module.ranks = kind, ranks
+        for experts in experts_of(model):
+            experts.forward = ShareOfExperts(experts, ranks)
         # One rank's number of heads, for which the key/value cache is made.
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         config.num_attention_heads //= ranks.size

@@ -40,10 +40,11 @@ def experts_of(layer: nn.Module) -> list[Any]:
 
 
 def expert_blocks(model: nn.Module, rank: int, ranks: int) -> dict[str, Box]:
-    """Return the block of each stack of experts that one of `ranks` holds, by the stack's name."""
+    """Return the block of each stack of experts that one of `ranks` holds, by the stack's name; the last ranks may have
+    fewer experts.
+    """
     names, blocks = {id(p): name for name, p in model.named_parameters()}, {}
     for module in experts_of(model):
-        check_experts(module.num_experts, ranks)
         start, count = chunk(module.num_experts, rank, ranks)
         for parameter in module.parameters(recurse=False):
             if len(parameter) == module.num_experts:

@@ -38,7 +38,15 @@ from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import OnPrediction, Packed, Predict
 from braidrl.training.decoders.body import body_of, non_text_parameters, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
-from braidrl.training.parallel.experts import COPIES, EXPERT, expert_blocks, is_of_experts, shard_experts
+from braidrl.training.parallel.experts import (
+    COPIES,
+    EXPERT,
+    check_experts,
+    expert_blocks,
+    experts_of,
+    is_of_experts,
+    shard_experts,
+)
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.sequence import TokenGroups, predict_own_tokens
 from braidrl.weights.boxes import Box
@@ -150,6 +158,8 @@ class DataParallel(Ranks):
         if self.expert_mesh is None:
             return {}
         mesh = self.expert_mesh[EXPERT]
+        for module in experts_of(model):
+            check_experts(module.num_experts, mesh.size())
         return expert_blocks(model, mesh.get_local_rank(), mesh.size())
 
     def _shard(self, module: Any, mesh: DeviceMesh) -> None:

@@ -41,6 +41,7 @@ from braidrl.training.compute.attention import HEADS_RANK
 from braidrl.training.decoders.body import TOKENS_RANK, body_of
 from braidrl.training.decoders.head import head_of
 from braidrl.training.lora import NAME
+from braidrl.training.parallel.experts import experts_of
 from braidrl.training.parallel.pipeline import PassThrough, is_tied
 from braidrl.weights.boxes import pattern_of
 
@@ -107,11 +108,17 @@ def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tenso
 
 
 def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
-    """Return `plan_of` by full module names, with a linear output layer, for decoding.
+    """Return `plan_of` by full module names, with a linear output layer, for decoding. Experts are not in it: ranks
+    share them by number.
 
-    Raises UserError for a style without slices.
+    Raises UserError for a style without slices, and for experts that are not stacked.
     """
     layer_plan = plan_of(model, key, remedy)
+    experts = [name for name, style in layer_plan.items() if style == "moe_tp_experts"]
+    if stacks := experts_of(model):
+        if not all(hasattr(module, "has_gate") for module in stacks):
+            raise UserError(f"{key}: transformers computes {type(stacks[0]).__name__} one by one; write {remedy}")
+        layer_plan = {name: style for name, style in layer_plan.items() if not name.startswith(tuple(experts))}
     if unknown := sorted(set(layer_plan.values()) - {"colwise", "rowwise", "embedding_rowwise", *REPLICATED[:1]}):
         raise UserError(
             f"{key}: the tensor-parallel plan of {type(model).__name__} uses {', '.join(unknown)}; write {remedy}"

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from braidrl.cluster.ranks import run_ranks
 from tests.engines.tiny import CONFIGS, SIZES
 
 WAIT_S = 200.0
 MODELS: dict[str, PreTrainedConfig] = {
-    **{name: config for name, config in CONFIGS.items() if name != "qwen3-moe"},  # an engine's ranks share no experts
+    **CONFIGS,
+    # Ranks with three and two of five experts.
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=5),
     # A vocabulary with an odd size, and biases that only one of the two ranks may add.
     "llama with biases": LlamaConfig(**{**SIZES, "vocab_size": 261}, attention_bias=True, mlp_bias=True),
 }
@@ -33,7 +35,7 @@ def write(folder: Path, name: str) -> str:
 def test_two_ranks_sample_the_tokens_of_one_engine(tmp_path: Path) -> None:
     folders = {name: write(tmp_path, name) for name in MODELS}
     cases = {f"{name} in float32": (folder, "float32", True) for name, folder in folders.items()}
-    doubles = ("qwen2-tied", "qwen3", "llama with biases")
+    doubles = ("qwen2-tied", "qwen3", "llama with biases", "qwen3-moe", "mixtral")
     cases |= {f"{name} in float64": (folders[name], "float64", False) for name in doubles}
     cases["qwen3 by torch"] = (folders["qwen3"], "float32", False)
     cases["qwen3 in bfloat16"] = (folders["qwen3"], "bfloat16", True)
