@@ -53,7 +53,11 @@ WIRES = {
         "agents/listening.py",
         "agents/streamed_turns.py",
     },
-    "http": {"observe/rollouts_page.py"},  # a page for this machine's browser
+    "http": {
+        "observe/rollouts_page.py",  # a page for this machine's browser
+        "data/images.py",  # images at addresses
+        "engines/http/http_engine.py",  # numbers of answers
+    },
     "mcp": {"agents/libraries.py"},
     "redis": {"queue/storage.py"},
     # Formats.

@@ -193,8 +193,8 @@ def test_a_branch_or_a_second_agent_continues_with_the_exact_tokens_of_its_turn(
 )
 def test_reasoning_is_split_from_a_text_and_joined_to_the_same_text(text: str, opened: bool) -> None:
     parts = split_reasoning(text, opened)
-    again = parts.said if parts.thought is None else joined(parts.thought, parts.signature) + parts.said
+    again = parts.text if parts.thought is None else joined(parts.thought, parts.signature) + parts.text
     assert again == text
     for end in range(len(text) + 1):  # what is streamed is never taken back
         some = split_reasoning(text[:end], opened, is_over=False)
-        assert (parts.thought or "").startswith(some.thought or "") and parts.said.startswith(some.said)
+        assert (parts.thought or "").startswith(some.thought or "") and parts.text.startswith(some.text)

@@ -147,7 +147,7 @@ def test_rows_answered_in_the_turn_in_which_their_engine_fails_are_answered_once
         submitted = requests(subject(replica), 6)
         answered = await asyncio.gather(*map(router.submit, submitted))
         assert [row.uid for row in answered] == [request.uid for request in submitted]
-        assert router.load().rows == 0 and not router._places
+        assert router.load().rows == 0 and not router._slot_waiters
         await router.close()
 
     asyncio.run(run())

@@ -96,7 +96,8 @@ def test_suspended_rows_train_on_their_routes_under_streaming(workshop: Workshop
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"rollout": {"engine": "vllm"}}, "rollout.engine=embedded"),
+        ({"rollout": {"engine": "vllm"}}, "rollout.reproducible=true"),
+        ({"rollout": {"engine": "vllm", "reproducible": True, "pipeline": 2}}, "rollout.pipeline=1"),
         ({"algorithm": {"replay": "training", "old": "rollout"}}, "write old=recompute"),
         ({"trainer": {"balance": {"z": 0.1}, "lora": {"targets": ["q_proj"]}}}, "remove trainer.balance"),
     ],

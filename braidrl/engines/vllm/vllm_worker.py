@@ -155,7 +155,7 @@ class TakesWeights:
             raise
 
 
-class Block(NamedTuple):
+class LoadedBlock(NamedTuple):
     """A block of one of the trainer's tensors, and where a worker keeps it."""
 
     box: Box
@@ -174,7 +174,7 @@ def live_parts(vllm_model: Any, model: nn.Module, hub_names: HubNames, dtype: to
         if hasattr(method, "process_weights_after_loading") and not computes_as_loaded(method):
             raise WeightsNotLive(f"vLLM changes {name or 'the model'} after loading ({type(method).__name__})")
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    blocks: dict[str, list[Block]] = {}
+    blocks: dict[str, list[LoadedBlock]] = {}
     for name, block in loaded_blocks(vllm_model, shapes, hub_names, dtype):
         blocks.setdefault(name, []).append(block)
     parts = {name: part_of(name, shapes[name], of_tensor) for name, of_tensor in blocks.items()}
@@ -194,7 +194,7 @@ def computes_as_loaded(method: Any) -> bool:
 
 def loaded_blocks(
     vllm_model: Any, shapes: Mapping[str, torch.Size], hub_names: HubNames, dtype: torch.dtype
-) -> Iterator[tuple[str, Block]]:
+) -> Iterator[tuple[str, LoadedBlock]]:
     """Yield the blocks that vLLM's loader writes to its parameters, by name of the trainer's tensor.
 
     Raises WeightsNotLive if it writes anything else.
@@ -218,15 +218,15 @@ def loaded_blocks(
         if stored is None or inner is None:
             raise WeightsNotLive(f"vLLM puts {stored or 'a computed tensor'} together of several pieces")
         name, _, box = sources[stored]
-        yield name, Block(box.nested(inner), target.view(*(1,) * (len(box.sizes) - target.dim()), *target.shape))
+        yield name, LoadedBlock(box.nested(inner), target.view(*(1,) * (len(box.sizes) - target.dim()), *target.shape))
 
 
-def part_of(name: str, shape: torch.Size, blocks: Sequence[Block]) -> WeightPart:
+def part_of(name: str, shape: torch.Size, blocks: Sequence[LoadedBlock]) -> WeightPart:
     """Return the part of a tensor whose blocks are these, of several experts where their memory is evenly spaced.
 
     Raises WeightsNotLive for blocks that overlap, which vLLM keeps twice.
     """
-    joined: list[Block] = []
+    joined: list[LoadedBlock] = []
     for block in sorted(blocks, key=lambda block: (block.box.offsets[1:], block.box.offsets[:1])):
         if joined and (both := joined_blocks(joined[-1], block)) is not None:
             joined[-1] = both
@@ -238,7 +238,7 @@ def part_of(name: str, shape: torch.Size, blocks: Sequence[Block]) -> WeightPart
     return replace(first, other_parts=tuple(further))
 
 
-def joined_blocks(a: Block, b: Block) -> Block | None:
+def joined_blocks(a: LoadedBlock, b: LoadedBlock) -> LoadedBlock | None:
     """Return two blocks that are neighbors along the first dimension as one; None if their memory is not evenly
     spaced.
     """
@@ -251,7 +251,7 @@ def joined_blocks(a: Block, b: Block) -> Block | None:
     both = a.target.as_strided((end - start, *a.box.sizes[1:]), strides)
     is_even = all(len(t) == 1 or t.stride() == strides for t in (a.target, b.target))
     is_next = b.box == a.box.along(0, start + count, end) and both[count:].data_ptr() == b.target.data_ptr()
-    return Block(a.box.along(0, start, end), both) if is_even and is_next else None
+    return LoadedBlock(a.box.along(0, start, end), both) if is_even and is_next else None
 
 
 def block_of(view: Tensor, shape: torch.Size) -> Box | None:

@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 
+from braidrl.config import parse_config
 from braidrl.data.rows import Rows
-from braidrl.runtimes.hybrid.group import by_length
+from braidrl.runtimes.hybrid.group import by_cost
 from tests.invariants.traces import assert_same_weights, merged, weights
 from tests.recipes.tiny import write_data
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 
+CONFIG = parse_config({"flow": "grpo", "model": "unread"})
+
 
 def test_groups_stay_whole_at_the_price_of_balance() -> None:
     index = Rows({"group": torch.tensor([0, 0, 1, 1, 2, 2]), "length": torch.tensor([10, 1, 1, 10, 6, 6])})
-    apart, whole = by_length(index, 2), by_length(index, 2, whole_groups=True)
+    apart, whole = by_cost(index, 2, CONFIG), by_cost(index, 2, CONFIG, whole_groups=True)
     tokens = [[int(index["length"][rows].sum()) for rows in part] for part in (apart, whole)]
     groups = [[set(index["group"][rows].tolist()) for rows in part] for part in (apart, whole)]
     assert tokens[0] == [17, 17] and groups[0][0] & groups[0][1]
