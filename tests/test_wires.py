@@ -65,6 +65,7 @@ WIRES = {
         "data/messages.py",
         "engines/engine_process.py",
         "engines/requests.py",  # JSON that vLLM passes through
+        "observe/trace.py",  # lines of a timeline
     },
     "struct": {
         "cluster/locations.py",
