@@ -48,7 +48,7 @@ COUNTED = {
     "rollout_versions": "actions",
 }
 """What the numbers of a column count, or of what it has one entry each."""
-LEAST = {"sequence_lengths": 1, "version": 0, "rollout_versions": 0, "finish_reason": 0}
+LEAST = {"sequence_lengths": 0, "version": 0, "rollout_versions": 0, "finish_reason": 0}
 MOST = {"finish_reason": max(FinishReason), "rollout_log_probs": 1e-3}
 """The smallest and the largest possible numbers of columns; rounding may lift a log-prob a little above 0."""
 DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}

@@ -24,7 +24,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts
 from braidrl.runtimes.prepare.first_checks import check_first
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
-from tests.tiny import Workshop, weights_of
+from tests.tiny import Workshop, weights_of, write_jsonl
 from tests.tiny import braid as start_braid
 
 
@@ -348,6 +348,13 @@ def test_a_plan_needs_no_tokenizer(workshop: Workshop) -> None:
     check_first(config, trained=False, evaluated=False)
     with pytest.raises(UserError, match="no tokenizer"):
         check_first(config)
+
+
+@pytest.mark.parametrize("flow", ["dpo", "reward_model"])
+def test_held_out_pairs_pass_the_first_checks(workshop: Workshop, flow: str) -> None:
+    pairs = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a)} for a in range(8)]
+    data = {"train": str(write_jsonl(workshop.folder / "pairs.jsonl", pairs)), "held_out": 2}
+    check_first(workshop.config(flow=flow, data=data, rollout={"samples_per_prompt": 2}))
 
 
 def test_a_model_of_an_unknown_type_is_named_before_models_are_imported(workshop: Workshop) -> None:
