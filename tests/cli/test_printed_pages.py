@@ -6,10 +6,13 @@ import re
 from io import StringIO
 from pathlib import Path
 
+import pytest
+import torch
 import yaml
 from rich.console import Console
 from transformers import LlamaConfig
 
+from braidrl.cli.doctor import examine
 from braidrl.cli.dry_run import dry_run
 from braidrl.cli.plan_command import PlanOptions, plan
 from braidrl.config import load_config
@@ -59,6 +62,16 @@ def test_the_page_of_eight_devices_shows_the_plan_that_is_printed(tmp_path: Path
 def test_the_page_of_planning_shows_the_plans_that_are_printed(tmp_path: Path) -> None:
     shown = block("plan.md", "a configuration that starts:")
     printed = planned(tmp_path, lengths="2000:8192", max_staleness=1)
+    assert lines_not_printed(shown, printed) == [], printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page is of a machine without a GPU")
+def test_the_first_hour_shows_what_the_doctor_prints() -> None:
+    lines: list[str] = []
+    examine(lines.append)
+    shown, printed = (
+        re.sub(r"\d[\d.+a-z]*", "N", t) for t in (block("first-hour.md", "braid doctor"), "\n".join(lines))
+    )
     assert lines_not_printed(shown, printed) == [], printed
 
 
