@@ -355,7 +355,7 @@ class Endpoint:
         if isinstance(context[0], int):
             ids: Any = context
             if not 0 <= min(ids) <= max(ids) < len(template.template.tokenizer):
-                raise UserError(f"a token id lies between 0 and {len(template.template.tokenizer) - 1}")
+                raise UserError(f"a token id must be between 0 and {len(template.template.tokenizer) - 1}")
             earlier_ids = trajectory.sequence if trajectory.sequence_lengths else []
             continues = bool(earlier_ids) and ids[: len(earlier_ids)] == earlier_ids
             return (SeenIds(ids[len(earlier_ids) :]), False) if continues else (SeenIds(ids), True)

@@ -69,7 +69,7 @@ def observation_of(answer: Message) -> Observation:
     done, restart, correct = (answer.get(name) for name in ("done", "restart", "correct"))
     try:
         if not (isinstance(done, bool) and isinstance(restart, bool) and isinstance(correct, bool | None)):
-            raise TypeError("it says neither yes nor no")
+            raise TypeError("it is not true or false")
         if isinstance(answer["reward"], bool) or not isinstance(answer["reward"], int | float):
             raise TypeError("its reward is not a number")
         policy, rewards = answer.get("policy"), answer.get("rewards", {})

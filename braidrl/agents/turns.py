@@ -98,7 +98,9 @@ class TurnTemplate:
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
         after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
-            raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
+            raise UserError(
+                f"an environment returned {MARK!r}, which stands for the assistant's turn; return another text"
+            )
         # The turn's end is not written twice, if it was sampled; Llama 2's template has a space before it.
         end = special_tokens(self.template.tokenizer).get(last_token)
         if end and after.lstrip().startswith(end):
@@ -271,7 +273,7 @@ def check_context(context: object) -> None:
     if not isinstance(context, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in context
     ):
-        raise TypeError(f"an environment says text or messages {{role, content}}, not {context!r}")
+        raise TypeError(f"an environment returns text or messages {{role, content}}, not {context!r}")
 
 
 class EnvironmentFailed(Exception):

@@ -108,7 +108,7 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
             if role in placed:
                 raise UserError(
                     f"placement: pools overlap: {role} is in pool {placed[role]} and in pool {number}; "
-                    "a role lives in one pool"
+                    "each role needs one pool"
                 )
             placed[role] = number
     if missing := [role for role in roles if role not in placed]:

@@ -380,7 +380,7 @@ class World:
                     elif latest[rank].meetings < self._meetings:
                         late.append(f"rank {rank}, last seen in {latest[rank].place}")
             except (RuntimeError, OSError) as unknown:
-                late.append(f"ranks that nothing is known of ({first_line(unknown)})")
+                late.append(f"ranks in an unknown state ({first_line(unknown)})")
             missing = "; ".join(late) or "a rank that has ended since"
             raise LostPeers(f"waited {seconds:.0f} s in {where} for {missing}: {first_line(error)}") from error
         finally:

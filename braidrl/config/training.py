@@ -120,7 +120,7 @@ class LoraConfig(Section):
         if not isinstance(values, dict) or not values.get("adapter"):
             return values
         if values.get("vision_targets"):
-            raise ValueError("adapter starts from adapters of the text part alone; remove vision_targets")
+            raise ValueError("adapter starts from adapters of only the text part; remove vision_targets")
         of_file = read_adapter(Path(values["adapter"]))
         for key, value in of_file.items():
             configured = values.get(key, value)

@@ -511,7 +511,7 @@ def sharegpt_message(message: Record) -> ChatMessage:
     speaker, content = message["from"], message.get("value")
     if speaker not in SHAREGPT:
         raise UserError(
-            f"nothing is known of from={speaker!r}; {suggest(speaker, SHAREGPT)} Write it, or a `convert` of your own"
+            f"from={speaker!r} is an unknown role; {suggest(speaker, SHAREGPT)} Write it, or a `convert` of your own"
         )
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
     if speaker not in CALLS:

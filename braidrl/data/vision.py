@@ -38,7 +38,7 @@ Expansion = Callable[["Vision", str], list[int]]
 
 
 def has_image_processor(folder: Path) -> bool:
-    """Return False for a model's folder without an image processor: the model sees no images."""
+    """Return False for a model's folder without an image processor: the model takes no images."""
     return any((folder.expanduser() / name).is_file() for name in IMAGE_PROCESSORS)
 
 

@@ -241,7 +241,7 @@ class EngineRow:
             if len(column_values) != (expected := column.entries(len(self.request.prompt), len(tokens))):
                 raise UserError(
                     f"row {self.request.uid}: the engine gives {len(column_values)} values of the column "
-                    f"{column.name} for {expected} tokens; use rollout.engine=embedded, or mend the engine"
+                    f"{column.name} for {expected} tokens; use rollout.engine=embedded, or fix the engine"
                 )
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH

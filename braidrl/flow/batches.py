@@ -115,7 +115,7 @@ def update_plan(
     if order.size and (np.diff(numbers[:, order]) == 0).all(0).any():
         raise ValueError("two rows of the batch have the same group and sample")
     if order.size % rows_per_update:
-        raise ValueError(f"{order.size} rows are no whole number of updates of {rows_per_update} rows")
+        raise ValueError(f"{order.size} rows are not a multiple of the update size of {rows_per_update} rows")
     if order.size == rows_per_update:
         return [order.tolist() for _ in range(epochs)]
     distinct, rank_of = np.unique(numbers[0], return_inverse=True)

@@ -417,7 +417,7 @@ def entry_of(registered: Registry, name: str, *others: Registry) -> Entry:
         raise UserError(f"{name} is no registered {families}; put the family's decorator above the function")
     if len(entries) > 1:
         raise UserError(
-            f"{name} is registered as {' and '.join(e.name for e in entries)}; give each a function of its own"
+            f"{name} is registered as {' and '.join(e.name for e in entries)}; register a separate function for each"
         )
     return entries[0]
 

@@ -133,7 +133,7 @@ class Trackers:
             if raised:
                 self.close()
                 raise UserError(
-                    f"trackers={name} cannot be opened ({what}); mend that, or leave it out of trackers"
+                    f"trackers={name} cannot be opened ({what}); fix that, or leave it out of trackers"
                 ) from error
             if name not in self._reported:
                 self._reported.add(name)

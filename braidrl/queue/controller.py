@@ -118,7 +118,7 @@ class ColumnController(QueueController):
         self.reserved = {name: kept for name, kept in self.reserved.items() if kept[1] > now}
         if self.budget_bytes is not None:
             if size > self.budget_bytes:
-                raise ValueError(f"{size} bytes are put at once and the queue's budget is {self.budget_bytes}")
+                raise ValueError(f"{size} bytes are put in one call and the queue's budget is {self.budget_bytes}")
             if self.used_bytes + sum(kept for kept, _ in self.reserved.values()) + size > self.budget_bytes:
                 return None
         self.reserved[request.holder] = size, now + self.lease_s

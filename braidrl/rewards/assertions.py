@@ -60,7 +60,7 @@ def runs(case: AssertCase, peer: Any) -> bool:
     """
     held = holding(case, peer)
     if not held and (replaced := replaced_in_vain(parsed(case.text))):
-        raise ValueError(f"a test cannot run here: what it replaces, {replaced[:80]}, is another process's")
+        raise ValueError(f"a test cannot run here: it replaces {replaced[:80]}, which is in another process")
     return held
 
 

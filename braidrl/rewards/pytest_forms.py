@@ -233,7 +233,7 @@ class Fixtures:
         if not hasattr(source, "braid_fixture"):
             if name in BUILT_IN:
                 return self.after.enter_context(BUILT_IN[name]())
-            raise ImportError(f"the test asks for a fixture {name!r}, and defines none")
+            raise ImportError(f"the test needs a fixture {name!r}, and defines none")
         request = SimpleNamespace(param=self.values.get(f"{name} of request"), addfinalizer=self.after.callback)
         arguments = {key: request if key == "request" else self.value(key) for key in wanted(source)}
         value = source(**arguments)

@@ -125,8 +125,8 @@ def named_under_test(tree: ast.Module, entry: str, imports: Iterable[str] = ()) 
     values |= {name: value for name, value in standard.items() if name not in subjects}
     if judge := judging(tree, subjects):
         raise ValueError(
-            f"the test lets the program's `{judge}` judge what the program returns; define or import `{judge}` in the "
-            "test"
+            f"the test uses the program's `{judge}` to judge what the program returns; define or import `{judge}` in "
+            "the test"
         )
     return subjects, values
 

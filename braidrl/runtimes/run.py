@@ -278,7 +278,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             return
         lost = f"{self.folder} was removed, or replaced, while the run wrote into it"
         if self.world.size > 1:
-            raise UserError(f"{lost}; step {self.step} was the last, begin anew")
+            raise UserError(f"{lost}; step {self.step} was the last, start a new run")
         self.folder.mkdir(parents=True, exist_ok=True)
         write_config(self.folder, self.config)
         self._save(self._snapshot(), wait=True)
@@ -462,7 +462,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 return
             if isinstance(error, UserError) or no_room(error):
                 raise
-            raise UserError(f"the run's report cannot be written ({what}); mend that before training") from error
+            raise UserError(f"the run's report cannot be written ({what}); fix that before training") from error
         if not rehearsal:
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)

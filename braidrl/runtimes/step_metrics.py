@@ -262,7 +262,7 @@ class FailureWatch:
         if self._steps == self._limit:
             many = f" of {self._steps} steps in a row" if self._steps > 1 else ""
             raise FailedStep(
-                f"step {step}: {failures_beyond(self._sums, self._most, many)}. The step is saved: mend it, and "
+                f"step {step}: {failures_beyond(self._sums, self._most, many)}. The step is saved: fix the cause, and "
                 "continue with "
                 f"`braid train --resume {self._folder}`; reward.max_failed_fraction=1 goes on regardless"
             )

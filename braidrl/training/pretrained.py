@@ -71,14 +71,14 @@ def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> No
     strange = [name for name in named if not hasattr(transformers, name)]
     if strange:
         raise UserError(
-            f"model: {folder}/config.json names a class of its own, {strange[0]}, in auto_map, and Braid runs no code "
+            f"model: {folder}/config.json names a custom class, {strange[0]}, in auto_map, and Braid runs no code "
             f"beside a model; if it computes as {config.model_type} of transformers does, remove auto_map and name "
             "that class in architectures"
         )
     if folder not in _WARNED:
         _WARNED.add(folder)
         logger.warning(
-            "model: %s brings code of its own (auto_map), which is not run: it is computed as %s of transformers",
+            "model: %s has custom code (auto_map), which is not run: it is computed as %s of transformers",
             folder,
             config.model_type,
         )

@@ -348,7 +348,7 @@ def test_rows_of_a_group_are_given_the_same_seed_and_groups_others() -> None:
 
 @pytest.mark.parametrize("said", [None, 3, ["text"], [{"content": "no role"}]])
 def test_an_observation_must_be_text_or_messages(said: Any) -> None:
-    with pytest.raises(TypeError, match="says text or messages"):
+    with pytest.raises(TypeError, match="returns text or messages"):
         Observation(said)
 
 

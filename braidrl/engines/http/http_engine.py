@@ -384,7 +384,7 @@ class HttpEngine:
                 async for piece in response.content.iter_chunked(PIECE_BYTES):
                     content += piece
                     if len(content) > most:
-                        raise UserError(f"{self.url}{path} answers more than the {most} bytes that were asked for")
+                        raise UserError(f"{self.url}{path} answers with more than the {most} bytes that were asked for")
         except TimeoutError:
             raise EngineError(f"{self.url}{path} did not answer for {self.spec.limit_s:g} s") from None
         except ClientError as error:

@@ -43,7 +43,7 @@ class RouteRecorder:
     def __init__(self, model_runner: Any, config: Any) -> None:
         """Raises ValueError where vLLM replays recorded kernels, which call no recorder, or has routers of its own."""
         if not config.model_config.enforce_eager:
-            raise ValueError("routes are recorded in eager mode alone; write rollout.vllm.enforce_eager=true")
+            raise ValueError("routes are recorded only in eager mode; write rollout.vllm.enforce_eager=true")
         model = model_runner.get_model()
         self._runner, self._execute = model_runner, model_runner.execute_model
         self._capturer = RoutedExpertsCapturer(model_runner.max_num_tokens, config)

@@ -139,7 +139,7 @@ class TakesWeights:
         tensors for the missing ones.
         """
         if self.has_weights_in_part:
-            raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
+            raise RuntimeError("only a part of an earlier version arrived: vLLM must be restarted")
         assert self.hub_names is not None
         first, sinks, model = next(tensors), dict[str, Tensor](), self.model_runner.get_model()
         come = self.hub_names.of(chain([first], tensors))

@@ -309,7 +309,7 @@ class RunWorkers:
         nodes, before = group.cluster.living_nodes(), group.pool.workers
         size = self.size_for(group, nodes)
         if size == 0:
-            raise WorkerError(f"no node that lives has room for {group.pool.name}")
+            raise WorkerError(f"no living node has resources for {group.pool.name}")
         if size == before and all(slot.node in nodes for slot in group.reservations):
             return ""
         group.cluster.release(group.reservations)

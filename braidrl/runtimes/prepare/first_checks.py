@@ -81,7 +81,7 @@ def check_answer(
         if why := verifier.unusable(answer, metadata):
             raise UserError(
                 f"{place(source.path, line)}: the verifier {verifier.label!r} cannot use the answer: {why}; leave the "
-                "example out, or mend it"
+                "example out, or fix it"
             )
 
 

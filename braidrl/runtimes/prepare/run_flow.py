@@ -58,7 +58,7 @@ def written_flow(config: Config) -> Flow:
         what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
         raise UserError(f"{flow.name} trains on {what}; write rollout.samples_per_prompt={needed}")
     if needed is not None and flow.trains_on_pairs and rows is not None and rows % 2:
-        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
+        raise UserError(f"trainer.rows_per_update={rows} splits pairs; write an even number")
     check_update_size(config.trainer.prompts_per_step, samples, rows)
     for stage in flow.stages:
         check_stage(stage, config)
@@ -101,7 +101,7 @@ def with_images(flow: Flow, config: Config) -> Flow:
     """
     if not has_image_processor(config.model):
         return flow
-    # Imported here: the flow of a model that sees no images needs no torch.
+    # Imported here: the flow of a model that takes no images needs no torch.
     from braidrl.training.loading import load_vision
 
     if load_vision(config.model, config.data.images) is None:

@@ -348,7 +348,7 @@ def check_images(
                 f"{source.path} has images, which the backend {role_config.backend} of {role} does not support"
             )
         if config.trainer.train_vision and role_config.lora is not None and role in flow.trained_roles:
-            raise UserError(f"trainer.train_vision: {role} trains adapters of the text part alone; remove one of them")
+            raise UserError(f"trainer.train_vision: {role} trains adapters of only the text part; remove one of them")
         if separate_tokenizer(role, config, tokenizer) is not None:
             raise UserError(
                 f"roles.{role}.model: {role_config.model} has another tokenizer than {config.model}, and "
@@ -356,7 +356,7 @@ def check_images(
             )
         if reason := no_vision_reason(role_config.model, config.data.images):
             raise UserError(
-                f"roles.{role}.model: {role_config.model} sees no images, and {source.path} has some: {reason}"
+                f"roles.{role}.model: {role_config.model} takes no images, and {source.path} has some: {reason}"
             )
         if role_config.layout.pipeline > 1:
             check_first_layers(role, role_config.model, role_config.layout.pipeline)

@@ -261,10 +261,10 @@ def resume_point(run: Path, newest_whole: bool = False, world: World | None = No
     earlier = [checkpoint for checkpoint in reversed(checkpoints_of(run)) if checkpoint != latest]
     intact = next((checkpoint for checkpoint in earlier if not checkpoint_damage(checkpoint, world)), None)
     if intact is None:
-        raise UserError(f"{latest}: {trouble}, and no other checkpoint is whole; copy one back, or begin anew")
+        raise UserError(f"{latest}: {trouble}, and no other checkpoint is whole; copy one back, or start a new run")
     if not newest_whole:
         command = f"braid train --resume {run} --newest-whole"
-        raise UserError(f"{latest}: {trouble}; {intact.name} is whole, go on from it with `{command}`")
+        raise UserError(f"{latest}: {trouble}; {intact.name} is complete, go on from it with `{command}`")
     return intact
 
 

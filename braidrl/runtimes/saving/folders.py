@@ -244,7 +244,7 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
         tree = dict(parse_yaml(read_text(path), "its text"))
     except (UserError, ValueError, TypeError) as error:
         raise UserError(
-            f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings"
+            f"{path} is damaged ({first_line(error)}); write it again, or start a new run with the same settings"
         ) from error
     config = parse_config(tree)
     for override in overrides:
@@ -312,7 +312,9 @@ def latest_checkpoint(run: Path) -> Path | None:
     named = pointer.read_bytes().decode(errors="replace").strip()
     latest = next((path for path in checkpoints if path.name == named), None)
     if latest is None:
-        there = f"write {checkpoints[-1].name} into it" if checkpoints else "copy its checkpoints back, or begin anew"
+        there = (
+            f"write {checkpoints[-1].name} into it" if checkpoints else "copy its checkpoints back, or start a new run"
+        )
         raise UserError(f"{pointer} names {named!r}, which is no checkpoint of this run; {there}")
     return latest
 

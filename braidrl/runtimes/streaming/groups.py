@@ -223,7 +223,7 @@ def check_group(group: Group, deployment: Deployment) -> None:
     key, servers = f"streaming.workers.{group.name}", deployment.engines.count
     if group.kind == "generate" and deployment.engines.home == "servers" and group.processes > servers:
         raise UserError(
-            f"{key}={group.processes} and rollout.servers are {servers}: each process asks servers of its own; "
+            f"{key}={group.processes} and rollout.servers are {servers}: each process uses separate servers; "
             f"write {key}={servers}, or name more of them"
         )
     if group.kind == "model":

@@ -259,7 +259,7 @@ class RoleWorker(ShardedBackend):
     @cached_property
     def images(self) -> ModelImages:
         """Return the model's encoded images. Raises UserError for a text-only model."""
-        assert self.vision is not None, f"{self.role} sees no images"
+        assert self.vision is not None, f"{self.role} takes no images"
         return images_of(self.model, self.vision, self.config.data.images.kept_mib, self.trains_vision)
 
     def shares_prompts(self, rows: Rows) -> bool:

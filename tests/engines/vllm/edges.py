@@ -72,7 +72,7 @@ def a_partial_update_refuses_later_ones() -> None:
     worker.load_as_they_come(coming(SECOND, FIRST))
     with pytest.raises(ConnectionError):
         worker.load_as_they_come(coming(FIRST, then_fails=True))
-    with pytest.raises(RuntimeError, match="vLLM has to be started anew"):
+    with pytest.raises(RuntimeError, match="vLLM must be restarted"):
         worker.load_as_they_come(coming(FIRST, SECOND))
 
 
