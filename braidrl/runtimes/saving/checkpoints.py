@@ -22,8 +22,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 from safetensors import SafetensorError
 
 from braidrl.cluster.world import World
@@ -127,6 +128,39 @@ class RunState:
     version: int
     position: Position
     fingerprints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class LoaderForm(TypedDict, total=False):
+    """The loader's part of a state, as far as it is checked."""
+
+    admitted: Count
+    data: dict[str, Any]
+
+
+class SamplingForm(TypedDict, total=False):
+    """The selection's part of a state, as far as it is checked."""
+
+    target: Count
+    epoch_groups: Count
+    judged: Count
+    admitted: Count
+    observed: list[Any]
+
+
+class StateForm(TypedDict):
+    """The keys of `state.json` that every checkpoint has."""
+
+    step: Count
+    version: Count
+    stages: dict[str, Any]
+    fingerprints: dict[str, dict[str, Any]]
+    started: list[dict[str, Any]]
+    loader: LoaderForm | None
+    sampling: SamplingForm | None
+    surplus: Count
 
 
 class Checkpoints:
@@ -233,6 +267,12 @@ def load_checkpoint(folder: Path) -> RunState:
     state = read_state(folder)
     if state.get("format") != FORMAT:
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads {FORMAT}")
+    try:
+        msgspec.convert(state, StateForm)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{folder / 'state.json'} is no state of a run: {error}; remove this checkpoint") from None
+    if folder.name.startswith("step-") and folder.name != f"step-{state['step']}":
+        raise UserError(f"{folder / 'state.json'} is the state of step {state['step']}; remove this checkpoint")
 
     def position(saved: Mapping[str, Any], prefix: str, started: Sequence[StartedBatch] = ()) -> Position:
         surplus = [folder / f"{prefix}surplus-{number}.rows" for number in range(saved["surplus"])]

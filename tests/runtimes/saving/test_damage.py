@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.checkpoints import checkpoint_damage, export_model, resume_point, write_manifest
+from braidrl.runtimes.saving.checkpoints import (
+    checkpoint_damage,
+    export_model,
+    load_checkpoint,
+    resume_point,
+    write_manifest,
+)
 from braidrl.runtimes.saving.folders import held_alone, latest_checkpoint, run_config
 from tests.tiny import ROOT, Workshop, metrics_without_times
 
@@ -195,3 +201,30 @@ def test_rows_that_several_workers_have_kept_are_no_role_to_export(run: Path) ->
     assert "from" in export_model(run, run.parent / "exported")
     with pytest.raises(UserError, match="role 'critic', only reward; name one"):
         export_model(run, run.parent / "again", "critic")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", float("nan")),
+        ("step", -3),
+        ("step", 10**30),
+        ("step", 7),
+        ("version", -1),
+        ("started", [[1]]),
+        ("loader", {"admitted": -5}),
+        ("loader", []),
+        ("sampling", {"judged": "x"}),
+        ("surplus", -4),
+        ("fingerprints", 7),
+    ],
+    ids=str,
+)
+def test_an_edited_state_is_named_whatever_its_manifest_says(run: Path, name: str, value: object) -> None:
+    folder = run / "checkpoints" / "step-2"
+    state = json.loads((folder / "state.json").read_text())
+    part = {**state[name], **value} if isinstance(value, dict) else value
+    (folder / "state.json").write_text(json.dumps({**state, name: part}))
+    write_manifest(folder)
+    with pytest.raises(UserError, match=r"state\.json is .*; remove this checkpoint"):
+        load_checkpoint(folder)
