@@ -44,7 +44,7 @@ def has_image_processor(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """How the models of a type read images."""
+    """The image processing of the models of a type."""
 
     expansion: Expansion
     is_written: bool = True

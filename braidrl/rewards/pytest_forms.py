@@ -244,7 +244,7 @@ class Fixtures:
 
 
 class CaptureResult(NamedTuple):
-    """What `capsys.readouterr` returns."""
+    """The result of `capsys.readouterr`."""
 
     out: str
     err: str

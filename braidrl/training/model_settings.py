@@ -1,4 +1,4 @@
-"""What a model's folder says in JSON, checked before transformers is loaded."""
+"""The JSON files of a model's folder, checked before transformers is loaded."""
 
 import json
 import re
