@@ -43,7 +43,7 @@ def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> li
         script, template = Script(tokenizer, says), turn_template(tokenizer)
         make = hosts.find(str(config.name))
         return asyncio.run(
-            EnvironmentPlayer(script, make, template, SamplingParams(), limits=LIMITS).play(
+            EnvironmentPlayer(script, make, template, TurnSampling(SamplingParams(), 4000), limits=LIMITS).play(
                 make_rows(tokenizer, prompts)
             )  # type: ignore[arg-type]
         )
