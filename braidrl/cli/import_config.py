@@ -460,7 +460,7 @@ def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
         try:
             imported.key = key
             translated = RULES[row.get("rule", "")](imported, value, to)
-        except (TypeError, ValueError, KeyError, IndexError):
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError):
             translated = Decide(f"{shown(value)} is no value that is known for {to or key}")
     if isinstance(translated, Decide):
         return KeyOutcome(DECIDE, translated)

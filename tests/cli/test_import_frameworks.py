@@ -198,6 +198,20 @@ def test_the_trainer_of_a_yaml_file_of_trl_follows_from_what_it_states(keys: str
     assert ("guess" in outcomes["flow"].text) if config.flow != "grpo" else "flow" not in outcomes
 
 
+BROKEN = {
+    "areal.yaml": "gconfig: {n_samples: four}\nactor: {path: m, eps_clip: [], ppo_n_minibatches: 0}\n",
+    "trl.yaml": "model_name_or_path: m\ndatasets: 3\ndataset_mixture: {datasets: [3]}\nreward_funcs: {a: 1}\n",
+    "rl.toml": '[model]\nname = "m"\n[orchestrator]\nbatch_size = "x"\n[[orchestrator.train.env]]\nid = ["a"]\n',
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_values_of_a_wrong_type_are_to_decide(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(BROKEN[name])
+    _, outcomes = import_config(tmp_path / name)
+    assert any("no value that is known" in outcome.text for outcome in outcomes.values())
+
+
 def test_trls_negated_arguments_and_betas_default_are_read(tmp_path: Path) -> None:
     text = "trl dpo --model_name_or_path m --dataset_name a/b --max_steps 3 --no_remove_unused_columns --no_bf16"
     config, outcomes = imported(tmp_path, "run.sh", text)
