@@ -13,7 +13,7 @@ import pytest
 from benchmarks.scale.__main__ import write_model
 from benchmarks.scale.streaming import GROUPS, SAMPLES
 
-SIZES, ROWS = (8, 16), GROUPS * SAMPLES
+SIZES, ROWS = (8, 64), GROUPS * SAMPLES
 
 
 def played(folder: Path, runtime: str) -> dict[int, dict[str, Any]]:
