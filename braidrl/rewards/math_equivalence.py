@@ -42,6 +42,8 @@ FORMS = (
     (re.compile(r"</?(?:answer|think|solution)>"), "\n"),
     (re.compile(r"\\boxed\s*([^\s{}\\])"), r"\\boxed{\1}"),
     (re.compile(r"(?<=\d)\.(?=\s*[}$])"), ""),
+    (re.compile(r"\\(sin|cos|tan)\s*\^\s*\{\s*-\s*1\s*\}"), r"\\arc\1"),
+    (re.compile(r"~(?!\d{3}(?!\d))"), " "),
     (re.compile(r"\\text\s*\{\s*([\d:./,+-]+)\s*\}"), r"\1"),
     (re.compile(r"\\mathrm\s*\{\s*([ie])\s*\}"), r"\1"),
     (re.compile(r"\\([dt]?binom)\s*(\d)\s*(\d)"), r"\\\1{\2}{\3}"),
