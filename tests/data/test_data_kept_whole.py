@@ -168,7 +168,7 @@ def test_sharegpts_calls_and_tool_answers_have_their_own_roles(write_jsonl: Writ
     [
         ({"from": "function_call", "value": "add(2)"}, "the call is not JSON"),
         ({"from": "tool_call", "value": '{"arguments": {}}'}, "without a name"),
-        ({"from": "observer", "value": "5"}, "from='observer'; Did you mean 'observation'"),
+        ({"from": "observer", "value": "5"}, "from='observer' is an unknown role; Did you mean 'observation'"),
     ],
 )
 def test_a_role_or_call_that_cannot_be_read_is_named(message: Any, match: str, write_jsonl: Write) -> None:

@@ -168,7 +168,7 @@ def test_function_registered_twice_cannot_be_named_by_its_place(tmp_path):
     path = own_file(tmp_path, "median_f")
     path.write_text(path.read_text() + '\nadvantages.register("median_g", writes=["advantage"])(median_f)\n')
     message = message_of(lambda: from_yaml(YAML.format(place=path, name="median_f")))
-    assert "median_f and median_g; give each" in message
+    assert "median_f and median_g; register" in message
 
 
 @pytest.mark.parametrize("name", ["own.py", "own"])

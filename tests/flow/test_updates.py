@@ -69,7 +69,7 @@ def test_older_groups_are_spread_evenly_over_updates(groups: int, data: st.DataO
 
 
 def test_rows_must_make_a_whole_number_of_updates() -> None:
-    with pytest.raises(ValueError, match=r"3 rows .*updates of 2"):
+    with pytest.raises(ValueError, match=r"3 rows .*multiple.*2 rows"):
         plan([(0, 0), (0, 1), (1, 0)], 2, 1, 0, 0)
     with pytest.raises(ValueError, match="same group and sample"):
         plan([(0, 0), (0, 0)], 2, 1, 0, 0)
