@@ -66,6 +66,7 @@ WIRES = {
         "engines/engine_process.py",
         "engines/requests.py",  # JSON that vLLM passes through
         "observe/trace.py",  # lines of a timeline
+        "runtimes/saving/checkpoints.py",  # the state of a checkpoint, which a person may have edited
     },
     "struct": {
         "cluster/locations.py",
