@@ -331,3 +331,23 @@ def test_every_runtime_gives_the_result_of_eager_with_images(seeing: Workshop, w
     for name in layouts:
         assert_same(trace(seeing.folder / name), expected)
         check_encoded(seeing.folder / name, 2, apart=name not in ("data", "sequence", "context"))
+
+
+@pytest.mark.soak
+def test_suspended_rows_with_images_resume_alike_in_every_runtime_and_stay_within_the_bound(seeing: Workshop) -> None:
+    partial = {
+        "dtype": "float64",
+        "algorithm": {"old": "recompute"},
+        "rollout": {"tokens_per_iteration": 3, "max_response_tokens": 8},
+        "trainer": {"steps": 4, "max_staleness": 2, "surplus": "keep", "keep_checkpoints": 4},
+    }
+    expected = run(seeing, "eager", **settings(seeing, **partial))
+    tree = seeing.tree("ranks", **settings(seeing, **partial), runtime="distributed", workers=2)
+    run_in_ranks([tree], 2)
+    assert_same(trace(seeing.folder / "ranks"), expected)
+    streamed = seeing.run("streamed", **settings(seeing, **merged(partial, {"runtime": "streaming"})))
+    for made in (seeing.folder / "eager", streamed):
+        rows = [(step, row) for step in range(1, 5) for row in recorded(made, step)["rollout_versions"].tolist()]
+        spans = [spans for step in range(1, 5) for spans in recorded(made, step)["images"].values]
+        assert all(step - 3 <= version <= step - 1 for step, row in rows for version in row)
+        assert any(len(set(row)) > 1 for _, row in rows) and all(len(of_row) == 1 for of_row in spans)
