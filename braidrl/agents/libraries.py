@@ -7,6 +7,7 @@ trajectories are copies of the one that called it, and would otherwise import it
 """
 
 import asyncio
+import base64
 import copy
 import importlib
 import importlib.util
@@ -24,11 +25,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from braidrl.agents.tool_turns import ToolTurns
-from braidrl.agents.turns import Observation
+from braidrl.agents.turns import Context, Observation
 from braidrl.errors import UserError, suggest
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
@@ -90,19 +92,34 @@ class GemEnvironment:
     _random: OwnRandomNumbers = field(default_factory=OwnRandomNumbers)
     _environment: Any = None
 
-    def reset(self, example: dict[str, Any]) -> str:
+    def reset(self, example: dict[str, Any]) -> Observation:
         """Start with the example's seed, and return the instructions."""
         with self._random.used():
             self._environment = load_gem().make(self.name, **self.settings)
             instructions, info = self._environment.reset(seed=example["seed"])
-        return "\n".join(filter(None, (instructions, info.get("suffix"))))
+        return Observation(context_of(instructions, info))
 
     def step(self, text: str) -> Observation:
         with self._random.used():
             observed, reward, terminated, truncated, info = self._environment.step(text)
-        # gem's request for the next action is separate from its observation.
-        observed = "\n".join(filter(None, (observed, info.get("suffix"))))
-        return Observation(observed, float(reward), bool(terminated or truncated))
+        return Observation(context_of(observed, info), float(reward), bool(terminated or truncated))
+
+
+def context_of(observed: str | Mapping[str, Any], info: Mapping[str, Any]) -> Context:
+    """Return an observation of gem as text, or a problem with images as a user's message.
+
+    gem's request for the next action is separate from its observation. Raises BrokenImage for an image that cannot be
+    read, or another number of marks.
+    """
+    problem, images = (observed["problem"], observed["images"]) if isinstance(observed, Mapping) else (observed, ())
+    text = "\n".join(filter(None, (problem, info.get("suffix"))))
+    if not images:
+        return text
+    from braidrl.data.images import content_of, with_images
+
+    contents = [content_of(image, Path())[0] for image in images]
+    addresses = [f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in contents]
+    return with_images([{"role": "user", "content": text}], addresses)
 
 
 def load_gem() -> ModuleType:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import random
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from braidrl.agents.environments import environments
-from braidrl.agents.libraries import GemEnvironment, load_gem
+from braidrl.agents.libraries import GemEnvironment, context_of, load_gem
+from braidrl.data.images import BrokenImage, ImageStore, decoded, kept_messages
 from braidrl.errors import UserError
 
 NAME = "game:GuessTheNumber-v0-easy"
@@ -23,7 +26,7 @@ def secret(environment: GemEnvironment) -> int:
 
 def test_a_game_is_played_to_its_end_with_gems_rewards() -> None:
     game = GemEnvironment(NAME, {})
-    assert "between 1 and 10" in game.reset({"seed": 3})
+    assert "between 1 and 10" in str(game.reset({"seed": 3}).said)
     number = secret(game)
     wrong = game.step(f"\\boxed{{{number % 10 + 1}}}")
     assert (wrong.reward, wrong.done) == (0.0, False)
@@ -63,3 +66,15 @@ def test_names_are_checked_and_logging_stays_as_it_was() -> None:
     with pytest.raises(UserError, match=r"'game:GuessTheNumber-v0-eas'. Did you mean"):
         environments("gem:game:GuessTheNumber-v0-eas", {})
     assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before
+
+
+def test_a_problem_with_images_is_a_message_with_them_at_its_marks(tmp_path: Path) -> None:
+    problem = {"problem": "<image>Which color?", "images": [Image.new("RGB", (28, 28), "red")]}
+    store = ImageStore(tmp_path / "store", 1 << 20)
+    (message,) = kept_messages(context_of(problem, {"suffix": "Answer in one word."}), store, tmp_path)
+    image, text = message["content"]
+    assert text["text"] == "Which color?\nAnswer in one word."
+    assert decoded(store.path(image["image"]).read_bytes(), 1 << 20).getpixel((3, 3)) == (255, 0, 0)
+    assert context_of("Which color?", {}) == "Which color?"
+    with pytest.raises(BrokenImage, match="1 marks of images, and the record has 2"):
+        context_of({**problem, "images": problem["images"] * 2}, {})
