@@ -60,7 +60,9 @@ def test_train_prints_the_run_folder_first_and_writes_everything_there(workshop:
         "train", workshop.config_file(), "trainer.steps=3", "trainer.checkpoint_every=1", held_out, *small
     )
     run = workshop.folder / "run"
-    assert output.splitlines()[0] == str(run) and output.splitlines()[-1] == f"report: {run / 'report.html'}"
+    # On a busy machine reading takes long enough for a bar.
+    printed = [line for line in output.splitlines() if not line.startswith("Tokenising")]
+    assert printed[0] == str(run) and printed[-1] == f"report: {run / 'report.html'}"
     assert {path.name for path in run.iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
