@@ -19,7 +19,8 @@ import torch
 from benchmarks.machine import describe
 from benchmarks.scale import hybrid, streaming
 from benchmarks.scale.played import OF_A_MACHINE, AnyGap, PlayedExchange, PlayedWorld, heartbeats, join_played
-from braidrl.config import Config, load_config
+from benchmarks.scale.runs import GROUPS, SAMPLES, settings, write_sums
+from braidrl.config import Config
 from braidrl.data.lines import Lines, index_lines
 from braidrl.data.prompts import LINES as INDEX
 from braidrl.data.prompts import PARTS, new_folder
@@ -31,8 +32,8 @@ from braidrl.runtimes.saving.checkpoints import RunState
 from braidrl.training.pretrained import load_tokenizer
 
 SIZES = (8, 64, 512, 1024, 4096)
-GROUPS, SAMPLES, LINES = 2, 4, 64
-"""Groups of a rank's rows, their samples, and lines of data for each rank."""
+LINES = 64
+"""Lines of data for each rank."""
 STEPS, WARM = 8, 2
 """Steps of a run, and how many of them only warm caches; the median of the others counts, and of the evaluations."""
 RESPONSE_TOKENS = 16
@@ -77,34 +78,22 @@ class PlayedRun(TrainingRun):
 
 
 def config_of(folder: Path, size: int, steps: int = STEPS, unequal: bool = False) -> Config:
-    return load_config(
-        folder / "run.yaml",
-        [
-            "flow=grpo",
-            "runtime=distributed",
-            f"workers={size}",
-            "threads=1",
-            "device=cpu",
-            f"model={folder / 'model'}",
-            f"data.train={folder / f'lines-{size}.jsonl'}",
-            f"data.eval.held_out={folder / f'held-out-{size}.jsonl'}",
-            "data.in_memory=1",
-            f"data.cache={folder / 'cache'}",
-            "reward.verify=gsm8k",
-            "reward.sandbox=none",
-            "evaluation.every=2",
-            "evaluation.before_first_step=true",
-            f"evaluation.samples={SAMPLES}",
-            f"evaluation.max_prompts={GROUPS * size}",
-            "trainer.checkpoint_every=0",
-            f"rollout.samples_per_prompt={SAMPLES}",
-            # Rows of equal length do not move.
-            f"rollout.max_response_tokens={RESPONSE_TOKENS if unequal else 1}",
-            f"trainer.prompts_per_step={GROUPS * size}",
-            f"trainer.steps={steps}",
-            "trainer.max_tokens_per_device=256",
-            f"output={folder / 'runs'}",
-        ],
+    return settings(
+        folder,
+        size,
+        steps,
+        "runtime=distributed",
+        f"workers={size}",
+        f"data.train={folder / f'lines-{size}.jsonl'}",
+        f"data.eval.held_out={folder / f'held-out-{size}.jsonl'}",
+        "data.in_memory=1",
+        f"data.cache={folder / 'cache'}",
+        "evaluation.every=2",
+        "evaluation.before_first_step=true",
+        f"evaluation.samples={SAMPLES}",
+        f"evaluation.max_prompts={GROUPS * size}",
+        # Rows of equal length do not move.
+        f"rollout.max_response_tokens={RESPONSE_TOKENS if unequal else 1}",
     )
 
 
@@ -114,8 +103,7 @@ def write_data(folder: Path, size: int) -> float:
     template = PromptTemplate.of(load_tokenizer(config.model), config.data)
     held_out, seconds = config.data.evaluation_sources["held_out"], 0.0
     for source, count, split in ((config.data.training_sources[0], LINES, "train"), (held_out, GROUPS, "test")):
-        lines = [json.dumps({"prompt": f"{n % 90 + 10}+7=", "answer": str(n % 90 + 17)}) for n in range(count * size)]
-        source.path.write_text("\n".join(lines) + "\n")
+        write_sums(source.path, count * size)
         reading = Reading(source, usual_split=split)
         table = new_folder(reading, config.data, template)[0]
         table.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,7 @@ The driver's processor seconds are without those of the real worker, of the mode
 bytes of their arguments and answers are counted. Each worker has as many rows: 2 prompts, 4 samples each.
 """
 
-import json
 import pickle
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.scale.played import AnyGap, Counted, PlayedGroup, PlayedWorld, join_played
+from benchmarks.scale.played import Counted, PlayedGroup, PlayedWorld, join_played
+from benchmarks.scale.runs import GROUPS, SAMPLES, CountedRun, median, settings, write_sums
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import Reservation
-from braidrl.config import Config, load_config
 from braidrl.config.config import ClusterConfig
 from braidrl.data import codec
 from braidrl.data.codec import pack_rows, unpack_rows
@@ -32,37 +30,10 @@ from braidrl.runtimes.hybrid import driver, group, hybrid_worker
 from braidrl.runtimes.hybrid.handles import CallResult, Part
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
 from braidrl.runtimes.row_store import RowText
-from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.saving.checkpoints import RunState
 
-GROUPS, SAMPLES = 2, 4
 STEPS, WARM = 6, 2
 """Steps of a run, and how many of them only warm caches."""
-
-
-def config_of(folder: Path, workers: int) -> Config:
-    return load_config(
-        folder / "run.yaml",
-        [
-            "flow=grpo",
-            "algorithm.kl_coef=0",
-            "runtime=hybrid",
-            f"workers={workers}",
-            "threads=1",
-            "device=cpu",
-            f"model={folder / 'model'}",
-            f"data.train={folder / 'lines.jsonl'}",
-            "reward.verify=gsm8k",
-            "reward.sandbox=none",
-            f"rollout.samples_per_prompt={SAMPLES}",
-            "rollout.max_response_tokens=1",
-            f"trainer.prompts_per_step={GROUPS * workers}",
-            f"trainer.steps={STEPS}",
-            "trainer.checkpoint_every=0",
-            "trainer.max_tokens_per_device=256",
-            f"output={folder / 'runs'}",
-        ],
-    )
+KEYS = ("algorithm.kl_coef=0", "runtime=hybrid")
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,23 +159,11 @@ class PlayedCluster:
         pass
 
 
-class PlayedRun(TrainingRun):
-    """A hybrid run whose driver is counted, step by step."""
-
-    def _start_controller(self) -> None:
-        super()._start_controller()
-        self.gaps = AnyGap(0.0)
-        self.counted: list[dict[str, float]] = []
-
-    def _one_step(self, state: RunState) -> None:
-        before = self._counts()
-        super()._one_step(state)
-        self.counted.append({name: value - before[name] for name, value in self._counts().items()})
-
-    def _counts(self) -> dict[str, float]:
-        counted = PlayedCluster.latest_cluster.counted
-        seconds = time.process_time() - counted.modelled_s
-        return {"seconds": seconds, "messages": counted.messages["calls"], "bytes": counted.sent["calls"]}
+def counters() -> dict[str, float]:
+    """Return the driver's seconds, and its messages and their bytes."""
+    counted = PlayedCluster.latest_cluster.counted
+    seconds = time.process_time() - counted.modelled_s
+    return {"seconds": seconds, "messages": counted.messages["calls"], "bytes": counted.sent["calls"]}
 
 
 def play(folder: Path, workers: int) -> dict[str, Any]:
@@ -220,13 +179,11 @@ def play(folder: Path, workers: int) -> dict[str, Any]:
     for module in (driver, group, hybrid_worker):
         module.ray = ray  # type: ignore[attr-defined]
     driver.RayCluster = PlayedCluster  # type: ignore[misc,assignment]
-    lines = [json.dumps({"prompt": f"{n % 90 + 10}+7=", "answer": str(n % 90 + 17)}) for n in range(4 * workers)]
-    (folder / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    write_sums(folder / "lines.jsonl", 4 * workers)
     start = time.process_time()
-    run = PlayedRun(config_of(folder, workers))
+    run = CountedRun(settings(folder, workers, STEPS, *KEYS, f"workers={workers}"), counters)
     with run:
         started = time.process_time() - start - PlayedCluster.latest_cluster.counted.modelled_s
         run.train()
-    steps = run.counted[WARM:]
-    parts = {"driver": {name: statistics.median(step[name] for step in steps) for name in steps[0]}}
+    parts = {"driver": median(run.counted[WARM:])}
     return {"devices": workers, "rows": GROUPS * SAMPLES * workers, "start_s": started, "parts": parts}

@@ -8,7 +8,6 @@ Engines and trainer ranks are equally many, and each has as many rows: 2 prompts
 """
 
 import json
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,13 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from benchmarks.scale.played import AnyGap, PlayedWorld, join_played
+from benchmarks.scale.played import PlayedWorld, join_played
+from benchmarks.scale.runs import GROUPS, SAMPLES, CountedRun, median, settings, write_sums
 from braidrl.cluster.local import LocalLauncher, from_server
 from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store
 from braidrl.cluster.world import World
-from braidrl.config import Config, load_config, parse_config
+from braidrl.config import Config, parse_config
 from braidrl.data.codec import decode
 from braidrl.data.messages import Frame, Packed, pack_message, unpack_message
 from braidrl.data.rows import Rows
@@ -41,8 +41,6 @@ from braidrl.queue.transport import QueueServer, asking_socket
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
-from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.saving.checkpoints import RunState
 from braidrl.runtimes.streaming import generate, processes, program, weights
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.groups import Group
@@ -50,8 +48,8 @@ from braidrl.runtimes.streaming.train import Trainer
 from braidrl.runtimes.streaming.work import Broadcast, Ended, LeasedRows, Loaded, LoadWeights, TakeWork
 from braidrl.training.pretrained import load_tokenizer
 
-GROUPS, SAMPLES, SOCKETS = 2, 4, 500
-"""Groups of each trainer rank, their samples, and the sockets of a ZeroMQ context."""
+SOCKETS = 500
+"""Sockets of a ZeroMQ context."""
 STEPS, WARM = 6, 2
 """Steps of a run, and how many of them only warm caches."""
 RECORD, LIMIT_S = "what rank 0 says", 600.0
@@ -60,29 +58,15 @@ RECORD, LIMIT_S = "what rank 0 says", 600.0
 def config_of(folder: Path, devices: int) -> Config:
     """Return the configuration of a run on half as many engines and half as many trainer ranks."""
     each = devices // 2
-    return load_config(
-        folder / "run.yaml",
-        [
-            "flow=grpo",
-            "algorithm.kl_coef=0",
-            "runtime=streaming",
-            f"streaming.workers={{actor.generate: {each}, actor: {each}}}",
-            "threads=1",
-            "device=cpu",
-            f"model={folder / 'model'}",
-            f"data.train={folder / 'lines.jsonl'}",
-            "reward.verify=gsm8k",
-            "reward.sandbox=none",
-            f"rollout.samples_per_prompt={SAMPLES}",
-            f"rollout.slots={GROUPS * SAMPLES}",
-            "rollout.max_response_tokens=1",
-            f"trainer.prompts_per_step={GROUPS * each}",
-            f"trainer.steps={STEPS}",
-            "trainer.checkpoint_every=0",
-            "trainer.max_restarts=0",
-            "trainer.max_tokens_per_device=256",
-            f"output={folder / 'runs'}",
-        ],
+    return settings(
+        folder,
+        each,
+        STEPS,
+        "algorithm.kl_coef=0",
+        "runtime=streaming",
+        f"streaming.workers={{actor.generate: {each}, actor: {each}}}",
+        f"rollout.slots={GROUPS * SAMPLES}",
+        "trainer.max_restarts=0",
     )
 
 
@@ -114,24 +98,12 @@ class CountingServer(QueueServer):
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
 
-class PlayedRun(TrainingRun):
-    """A streaming run whose controller is counted, step by step."""
-
-    def _start_controller(self) -> None:
-        super()._start_controller()
-        self.gaps = AnyGap(0.0)
-        self.counted: list[dict[str, float]] = []
-
-    def _one_step(self, state: RunState) -> None:
-        before = self._counts()
-        super()._one_step(state)
-        self.counted.append({name: value - before[name] for name, value in self._counts().items()})
-
-    def _counts(self) -> dict[str, float]:
-        server = CountingServer.latest
-        answering, wall = server.seconds(), time.monotonic()
-        counts = {"seconds": time.process_time(), "answering_s": answering, "wall_s": wall}
-        return counts | {name: float(server.counts[name]) for name in ("messages", "bytes")}
+def counters() -> dict[str, float]:
+    """Return the seconds of the controller and of its queue, and the queue's messages and bytes."""
+    server = CountingServer.latest
+    answering, wall = server.seconds(), time.monotonic()
+    counts = {"seconds": time.process_time(), "answering_s": answering, "wall_s": wall}
+    return counts | {name: float(server.counts[name]) for name in ("messages", "bytes")}
 
 
 @dataclass
@@ -442,10 +414,9 @@ def play(folder: Path, devices: int) -> dict[str, Any]:
     program.QueueServer = CountingServer  # type: ignore[misc]
     program.LocalLauncher = PlayedLauncher  # type: ignore[misc]
     each = devices // 2
-    lines = [json.dumps({"prompt": f"{n % 90 + 10}+7=", "answer": str(n % 90 + 17)}) for n in range(8 * each)]
-    (folder / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    write_sums(folder / "lines.jsonl", 8 * each)
     start = time.process_time()
-    run = PlayedRun(config_of(folder, devices))
+    run = CountedRun(config_of(folder, devices), counters)
     with run:
         started = time.process_time() - start
         run.train()
@@ -455,7 +426,3 @@ def play(folder: Path, devices: int) -> dict[str, Any]:
         steps = [{key: after[key] - before[key] for key in after} for before, after in pairwise(marks)]
         parts[path.stem.removeprefix("played-")] = median(steps[WARM:] or steps)
     return {"devices": devices, "rows": GROUPS * SAMPLES * each, "start_s": started, "parts": parts}
-
-
-def median(counted: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(each[name] for each in counted) for name in (counted[0] if counted else ())}

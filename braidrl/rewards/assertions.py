@@ -47,9 +47,9 @@ def replaced_in_vain(tree: ast.Module) -> str:
         name, first = ast.unparse(node.func), node.args[0] if node.args else None
         if name.endswith(("patch.object", "patch.dict", "monkeypatch.setenv", "monkeypatch.delenv")):
             return ast.unparse(node)
-        is_named = isinstance(first, ast.Constant) and isinstance(first.value, str)
-        if is_named and name.rpartition(".")[2] in ("patch", "setattr") and first.value not in REACHED:  # type: ignore[union-attr]
-            return str(first.value)  # type: ignore[union-attr]
+        target = first.value if isinstance(first, ast.Constant) else None
+        if isinstance(target, str) and name.rpartition(".")[2] in ("patch", "setattr") and target not in REACHED:
+            return target
     return ""
 
 

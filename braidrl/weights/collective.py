@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -176,7 +177,8 @@ class WeightOffer:
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: request.version in self._offered_before, senders.limit_s)  # noqa: B023
+                    has_version = partial(self._offered_before.__contains__, request.version)
+                    self._changed.wait_for(has_version, senders.limit_s)
                     parts, is_current = self._offered.get(request.version, ({}, lambda: False))
                     before, is_before = self._offered.get(request.held, (None, lambda: True))
                 if not is_current():

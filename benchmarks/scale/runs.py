@@ -1,0 +1,67 @@
+"""What the played runs of all runtimes share: their settings, their data, and a run that counts each step."""
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scale.played import AnyGap
+from braidrl.config import Config, load_config
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.checkpoints import RunState
+
+GROUPS, SAMPLES = 2, 4
+"""Groups of a rank's rows, and their samples."""
+
+
+def settings(folder: Path, trainers: int, steps: int, *others: str) -> Config:
+    """Return the configuration of a GRPO run of `steps` steps with this many trainer ranks; `others` are its own keys,
+    which win.
+    """
+    shared = [
+        "flow=grpo",
+        "threads=1",
+        "device=cpu",
+        f"model={folder / 'model'}",
+        f"data.train={folder / 'lines.jsonl'}",
+        "reward.verify=gsm8k",
+        "reward.sandbox=none",
+        f"rollout.samples_per_prompt={SAMPLES}",
+        "rollout.max_response_tokens=1",
+        f"trainer.prompts_per_step={GROUPS * trainers}",
+        f"trainer.steps={steps}",
+        "trainer.checkpoint_every=0",
+        "trainer.max_tokens_per_device=256",
+        f"output={folder / 'runs'}",
+    ]
+    return load_config(folder / "run.yaml", [*shared, *others])
+
+
+def write_sums(path: Path, count: int) -> None:
+    """Write prompts of equal length, with their answers."""
+    lines = [json.dumps({"prompt": f"{n % 90 + 10}+7=", "answer": str(n % 90 + 17)}) for n in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+class CountedRun(TrainingRun):
+    """A run that subtracts its counters before each step from those after it."""
+
+    def __init__(self, config: Config, counters: Callable[[], Mapping[str, float]], **named: Any) -> None:
+        """`counters` returns the present seconds, messages and bytes."""
+        self.counters, self.counted = counters, list[dict[str, float]]()
+        super().__init__(config, **named)
+
+    def _start_controller(self) -> None:
+        super()._start_controller()
+        self.gaps = AnyGap(0.0)
+
+    def _one_step(self, state: RunState) -> None:
+        before = self.counters()
+        super()._one_step(state)
+        self.counted.append({name: value - before[name] for name, value in self.counters().items()})
+
+
+def median(counted: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each counter; nothing without steps."""
+    return {name: statistics.median(step[name] for step in counted) for name in (counted[0] if counted else ())}
