@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from braidrl.cli import import_rules
-from braidrl.cli.import_rules import RULES, Decide, Imported
 from braidrl.cli.import_scripts import (
     COMMAND_LINE,
     UNKNOWN_TO_READERS,
@@ -29,6 +27,15 @@ from braidrl.cli.import_scripts import (
     overrides,
     read_commands,
 )
+from braidrl.cli.importing.algorithm_rules import loss_alone
+from braidrl.cli.importing.areal_rules import finish_areal
+from braidrl.cli.importing.data_rules import reward_model, rewards_by_source
+from braidrl.cli.importing.device_rules import workers
+from braidrl.cli.importing.imported import Decide, Imported
+from braidrl.cli.importing.prime_rl_rules import finish_prime
+from braidrl.cli.importing.rules import OPENRLHF_FLOWS, RULES, SLIME_FLOWS, VERL_FLOWS
+from braidrl.cli.importing.step_rules import trl_batch
+from braidrl.cli.importing.verl_sft_rules import finish_verl_sft
 from braidrl.config import parse_config
 from braidrl.errors import UserError, shown
 from braidrl.parsing import flat, read_text, read_yaml
@@ -88,7 +95,7 @@ def verl_flow(keys: Mapping[str, Any]) -> str:
     managers = (keys.get("reward_model.reward_manager"), keys.get("reward.reward_manager.name"))
     if named == "grpo" and (keys.get("algorithm.filter_groups.enable") or "dapo" in managers):
         return "dapo"
-    return import_rules.VERL_FLOWS.get(named, "grpo")
+    return VERL_FLOWS.get(named, "grpo")
 
 
 def trl_flow(keys: Mapping[str, Any]) -> str:
@@ -110,7 +117,7 @@ def openrlhf_flow(keys: Mapping[str, Any]) -> str:
     if trainer not in ("sft", "dpo", "rm", "ppo"):
         raise UserError(f"OpenRLHF's train_{trainer} has no counterpart; those of sft, dpo, rm and ppo are read")
     named = {"sft": "sft", "dpo": "dpo", "rm": "reward_model"}.get(trainer)
-    return named or import_rules.OPENRLHF_FLOWS.get(str(keys.get("advantage_estimator", "gae")), "grpo")
+    return named or OPENRLHF_FLOWS.get(str(keys.get("advantage_estimator", "gae")), "grpo")
 
 
 def areal_flow(keys: Mapping[str, Any]) -> str:
@@ -132,18 +139,18 @@ def prime_flow(keys: Mapping[str, Any]) -> str:
 
 def finish_verl(imported: Imported) -> None:
     if imported.flow == "ppo":
-        import_rules.reward_model(imported, None, "")
-    if "workers" not in imported.converted and (count := import_rules.workers(imported, None, "")):
+        reward_model(imported, None, "")
+    if "workers" not in imported.converted and (count := workers(imported, None, "")):
         imported.converted["workers"] = count
-    import_rules.loss_alone(imported)
-    import_rules.rewards_by_source(imported)
+    loss_alone(imported)
+    rewards_by_source(imported)
 
 
 def finish_trl(imported: Imported) -> None:
-    import_rules.trl_batch(imported)
+    trl_batch(imported)
     if COMMAND_LINE not in imported.source_keys and imported.flow not in ("grpo", "rloo"):
         imported.advice["flow"] = f"{imported.flow} is a guess: a YAML file of TRL does not name its trainer"
-    import_rules.loss_alone(imported)
+    loss_alone(imported)
 
 
 FRAMEWORKS = {
@@ -155,7 +162,7 @@ FRAMEWORKS = {
             frozenset({"model.partial_pretrain"}),
             has_overrides=True,
             flow=lambda given: "sft",
-            finish=import_rules.finish_verl_sft,
+            finish=finish_verl_sft,
         ),
         Framework(
             "verl",
@@ -169,13 +176,13 @@ FRAMEWORKS = {
             "OpenRLHF",
             re.compile(r"openrlhf[\w./]*train_\w+(?:\.py)?$"),
             flow=openrlhf_flow,
-            finish=import_rules.loss_alone,
+            finish=loss_alone,
         ),
         Framework(
             "slime",
             re.compile(r"(?:^|/)train(?:_async)?\.py$"),
             starts=lambda words, at: not any("launcher" in word for word in words[:at]),
-            flow=lambda given: import_rules.SLIME_FLOWS.get(str(given.get("advantage_estimator", "grpo")), "grpo"),
+            flow=lambda given: SLIME_FLOWS.get(str(given.get("advantage_estimator", "grpo")), "grpo"),
         ),
         Framework(
             "prime-rl",
@@ -185,7 +192,7 @@ FRAMEWORKS = {
             frozenset({"orchestrator.", "trainer.", "inference.", "optim.", "rollouts_per_example", "data.", "env"}),
             starts=lambda words, at: any(word.startswith("@") for word in words[at:]),
             flow=prime_flow,
-            finish=import_rules.finish_prime,
+            finish=finish_prime,
         ),
         Framework(
             "TRL",
@@ -212,7 +219,7 @@ FRAMEWORKS = {
             frozenset({"gconfig.", "allocation_mode", "train_dataset.path", "actor.path"}),
             has_overrides=True,
             flow=areal_flow,
-            finish=import_rules.finish_areal,
+            finish=finish_areal,
         ),
     )
 }

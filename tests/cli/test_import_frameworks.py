@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from braidrl.cli import import_rules
 from braidrl.cli.import_config import DECIDE, FRAMEWORKS, TRANSLATED, KeyOutcome, import_config
 from braidrl.cli.import_scripts import Shell, arrays_in, assign_array
+from braidrl.cli.importing import rules
 from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.flow.recipes.load import NAMES, RECIPES, parameter_model
@@ -287,9 +287,9 @@ def test_scripts_that_a_script_sources_are_read_once(tmp_path: Path) -> None:
 
 FLOWS: Mapping[str, set[str]] = {
     "verl-SFT": {"sft"},
-    "verl": {*import_rules.VERL_FLOWS.values(), "dapo"},
-    "OpenRLHF": {*import_rules.OPENRLHF_FLOWS.values(), "sft", "dpo", "reward_model"},
-    "slime": set(import_rules.SLIME_FLOWS.values()),
+    "verl": {*rules.VERL_FLOWS.values(), "dapo"},
+    "OpenRLHF": {*rules.OPENRLHF_FLOWS.values(), "sft", "dpo", "reward_model"},
+    "slime": set(rules.SLIME_FLOWS.values()),
     "TRL": {"grpo", "rloo", "dpo", "sft", "reward_model"},
     "AReaL": {"grpo", "ppo", "dapo", "gspo", "rloo", "sft"},
     "prime-rl": {"grpo", "sft"},
@@ -316,3 +316,13 @@ def test_no_name_belongs_to_two_keys_of_a_table() -> None:
     for framework in FRAMEWORKS.values():
         listed: list[Any] = [name for row in framework.table.values() for name in row.get("also", ())]
         assert len(listed) == len(set(listed)) and not set(listed) & framework.table.keys(), framework.name
+
+
+def test_every_row_of_a_table_names_a_rule() -> None:
+    unknown = {
+        (framework.name, key): row["rule"]
+        for framework in FRAMEWORKS.values()
+        for key, row in framework.table.items()
+        if row.get("rule", "") not in rules.RULES
+    }
+    assert not unknown
