@@ -1,4 +1,4 @@
-"""Plays ranks of large runs, each in a process of its own, and prints the table of docs/scaling.md."""
+"""Runs single ranks of large simulated runs, each in a separate process, and prints the table of docs/scaling.md."""
 
 import argparse
 import datetime
@@ -44,14 +44,14 @@ RESULT = Path(__file__).parents[1] / "results" / "ranks.json"
 
 
 class SingleProcess:
-    """A rank that writes its part of a source without others."""
+    """A rank that writes its part of a source without the other ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 class PlayedRun(TrainingRun):
-    """A training run whose parts are counted apart."""
+    """A training run whose parts are counted separately."""
 
     world: PlayedWorld
 
@@ -123,7 +123,7 @@ def write_data(folder: Path, size: int) -> float:
 
 
 def play(folder: Path, rank: int, size: int, unequal: bool) -> dict[str, Any]:
-    """Play one rank through its start, some steps, evaluations, a checkpoint and a resume."""
+    """Run one rank through its start, some steps, evaluations, a checkpoint and a resume."""
     record = folder / f"record-{size}-{unequal}.pt"
     said = [] if rank == 0 else torch.load(record, weights_only=False)
     world = PlayedWorld(join_played(rank, size), said, unequal)
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def in_process(folder: Path, arguments: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
-    """Play in a process of its own; return what it says. Raises SystemExit if it fails."""
+    """Run in a separate process; return its result. Raises SystemExit if it fails."""
     command = [sys.executable, "-m", "benchmarks.scale", "--folder", str(folder), "--runtime", arguments.runtime]
     command += ["--play", str(rank), str(size), *(["--unequal"] if arguments.unequal else [])]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -201,7 +201,7 @@ def in_process(folder: Path, arguments: argparse.Namespace, rank: int, size: int
 
 
 def play_ranks(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Play ranks 0, 1 and the last of each size of `distributed`, and print a table."""
+    """Run ranks 0, 1 and the last of `distributed` for each size, and print a table."""
     played = []
     print("| ranks | rank | tokenising, s |" + "".join(f" {part}, s |" for part in PARTS_OF_RUN), end="")
     print(" KiB sent a step | messages | messages of gloo's rings | peak MiB |")
@@ -220,7 +220,7 @@ def play_ranks(folder: Path, arguments: argparse.Namespace) -> list[dict[str, An
 
 
 def play_other(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Play a run of each size of `streaming` or `hybrid`, and print a table of a step of its processes."""
+    """Simulate `streaming` or `hybrid` for each size, and print a table of a step of its processes."""
     played = []
     print("| devices | rows | process | a step, s | answering, s | KiB | messages |\n" + "|---" * 7 + "|")
     for size in arguments.sizes:

@@ -38,14 +38,14 @@ KEYS = ("algorithm.kl_coef=0", "runtime=hybrid")
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Takes the place of Ray's references."""
+    """Replaces a reference of Ray."""
 
     result: Any
 
 
 @contextmanager
 def payload_allowed() -> Iterator[None]:
-    """Let the first worker, which is in the driver's process, read payload."""
+    """Allow the first worker, which runs in the driver's process, to read payload."""
     forbidding = list(codec._forbidding)
     codec._forbidding.clear()
     yield
@@ -53,7 +53,7 @@ def payload_allowed() -> Iterator[None]:
 
 
 class PlayedActor:
-    """A worker; the first is real, the others have answered when they are called."""
+    """A worker: the first is real, the others return an answer immediately."""
 
     def __init__(self, cluster: "PlayedCluster", rank: int) -> None:
         self.cluster, self.rank = cluster, rank
@@ -72,7 +72,7 @@ class PlayedActor:
         return self
 
     def remote(self, method: str, released: Sequence[int], count: int, *values: Any) -> Answer:
-        """Count a call, and answer it."""
+        """Count a call and return its answer."""
         counted = self.cluster.counted
         with counted.modelling(), payload_allowed():
             values = tuple(value.result if isinstance(value, Answer) else value for value in values)
@@ -94,7 +94,7 @@ class PlayedActor:
         return self.worker.perform(method, released, count, *values)
 
     def _of_other(self, method: str, values: Sequence[Any]) -> Any:
-        """Return the first worker's answer to the same call, for this worker's rows."""
+        """Return the first worker's answer to the same call, changed to this worker's rows."""
         answer, first = self.cluster.latest[method], self.cluster.actors[0].worker
         assert first is not None, "the first worker is real"
         if method == "make":
@@ -114,7 +114,7 @@ class PlayedActor:
 
 @dataclass(frozen=True)
 class PlayedRows:
-    """Rows that a worker other than the first keeps: they have the values of the first one's."""
+    """The rows of a simulated worker, with the values of the first worker's rows."""
 
     cluster: "PlayedCluster"
 
@@ -128,7 +128,7 @@ class PlayedRows:
 
 
 class PlayedCluster:
-    """Takes the place of a cluster of Ray."""
+    """Replaces a cluster of Ray."""
 
     latest_cluster: "PlayedCluster"
 
@@ -167,7 +167,7 @@ def counters() -> dict[str, float]:
 
 
 def play(folder: Path, workers: int) -> dict[str, Any]:
-    """Play a run of this many workers; return the median step of its driver."""
+    """Simulate a run of this many workers; return the median step of its driver."""
     ray = SimpleNamespace(
         put=lambda value: value,
         get=lambda asked, **_: [one.result for one in asked] if isinstance(asked, list) else asked.result,

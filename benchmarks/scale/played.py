@@ -1,17 +1,17 @@
-"""The other ranks of a large run, answered for from a model in which every rank has as many rows as the played one.
+"""A simulation of the other ranks of a large run, in which every rank has as many rows as the real one.
 
-rank 0 is played first ──what it says──▶ record
+rank 0 runs first ──its messages──▶ record
 rank r: all-gather   the record of rank 0, and its own message for every other rank
         columns      its own, with the groups of each rank; unequal rows are drawn from its own by chance
-        rows         that other ranks send have the lengths of the index, and the played rank's values
+        rows         from other ranks have the lengths of the index, and the values of the real rank
         reduce       the record of rank 0; on rank 0 its own value, once for each rank
         collect      on rank 0 its own value, once for each rank
         broadcast    the record of rank 0
         all-reduce   a sum times the number of ranks; a minimum or maximum as it is
 
-Every rank makes the same calls in the same order, so that the record's k-th entry answers the k-th call. Seconds that
-the model takes are counted apart. Messages and bytes are those that `cluster/peers.py` would send, and of an all-reduce
-those of gloo's ring.
+Every rank makes the same calls in the same order, so the record's k-th entry answers the k-th call. The seconds of the
+simulation are not counted. Messages and bytes are those that `cluster/peers.py` would send; those of an all-reduce are
+of gloo's ring.
 """
 
 import threading
@@ -49,7 +49,7 @@ OF_A_MACHINE, MOST_GROUPS = 8, 1 << 20
 
 
 class Counted:
-    """Bytes and messages that this rank sends, and seconds of the model."""
+    """The bytes and messages that this rank sends, and the seconds of the simulation."""
 
     def __init__(self) -> None:
         self.sent, self.messages, self.modelled_s = Counter[str](), Counter[str](), 0.0
@@ -60,14 +60,14 @@ class Counted:
 
     @contextmanager
     def modelling(self) -> Iterator[None]:
-        """Count the seconds of the block as the model's."""
+        """Count the seconds of the block as those of the simulation."""
         start = time.process_time()
         yield
         self.modelled_s += time.process_time() - start
 
 
 class PlayedGroup(dist.ProcessGroup):
-    """The process group of all ranks, of which one is real, for sums of gradients and rounds."""
+    """A process group of which one rank is real, for the all-reduces of gradients and rounds."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -100,7 +100,7 @@ class PlayedGroup(dist.ProcessGroup):
 
 
 def ended(result: Any) -> dist.Work:
-    """Return a work that has ended."""
+    """Return a completed work handle."""
     future: Future[Any] = Future()
     future.set_result(result)
     work: dist.Work = _create_work_from_future(future)
@@ -108,7 +108,7 @@ def ended(result: Any) -> dist.Work:
 
 
 class Record(Protocol):
-    """What rank 0 says: a list, or a store while several ranks are played at once."""
+    """Keeps the messages of rank 0: a list, or a store if several real ranks run at the same time."""
 
     def append(self, message: bytes, /) -> object: ...
 
@@ -116,17 +116,17 @@ class Record(Protocol):
 
 
 class PlayedPeers(Peers):
-    """The other ranks as partners of messages, which are all the model's."""
+    """Simulates the peers with which a rank exchanges messages."""
 
     def __init__(self, group: PlayedGroup, record: Record) -> None:
         self.group, self.rank, self.size = group, group.number, group.count
         self.counted, self.record, self.calls = group.counted, record, 0
         self.coming = dict[int, memoryview]()
-        """The messages of rows that other ranks send next."""
+        """The messages with rows that other ranks send next."""
         self.rounds = len(list(distances(self.size)))
 
     def _recorded(self, message: Buffer) -> bytes:
-        """Return rank 0's message of this call."""
+        """Return the message that rank 0 sent in this call."""
         self.calls += 1
         if not self.rank:
             self.record.append(bytes(message))
@@ -167,12 +167,12 @@ class PlayedPeers(Peers):
 
 
 def frames(message: Buffer) -> int:
-    """Return the bytes of a message's frames."""
+    """Return the size of a message in bytes."""
     return FRAME + max(0, len(message) - FRAME + HEAD)
 
 
 class PlayedWorld(World):
-    """The world of a played rank. It counts the seconds of each place, without those of the model."""
+    """The world of the real rank. It counts the seconds at each step of the code, without those of the simulation."""
 
     def __init__(self, group: PlayedGroup, record: Record, unequal: bool = False) -> None:
         super().__init__(group.number, group.count, group, dist.HashStore())
@@ -182,10 +182,10 @@ class PlayedWorld(World):
         self.parts = defaultdict[str, Counter[str]](Counter)
         """Seconds, bytes and messages of each part of the run."""
         self.places = defaultdict[str, float](float)
-        """Seconds by part and place."""
+        """Seconds by part of the run and position in the code."""
         self._known = self._counts()
         self.folder: Path | None = None
-        """The run's folder, where the model leaves the recorded rows of this machine's other ranks."""
+        """The run's folder, in which the simulation writes the recorded rows of this machine's other ranks."""
 
     @property
     def peers(self) -> Peers:
@@ -220,7 +220,7 @@ class PlayedWorld(World):
         return of_all
 
     def gather_columns(self, purpose: str, columns: Mapping[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
-        """Return the columns of all ranks: their own groups, and else those of this rank."""
+        """Return the columns of all ranks: separate groups, and otherwise the values of this rank."""
         row = sum(bytes_of(column).shape[1] for column in columns.values())
         self.counted.add("columns", row * int(counts.sum() - counts[self.rank - 1]), self.played.rounds)
         packed = torch.cat([bytes_of(column) for column in columns.values()], dim=1)
@@ -244,7 +244,7 @@ class PlayedWorld(World):
         return found
 
     def _drawn(self, counts: Tensor, names_rows: bool) -> Tensor:
-        """Return the row of this rank that each row (B,) of all ranks is like: the same ones for the same counts."""
+        """Return for each row (B,) of all ranks the row of this rank that it copies; equal counts give equal rows."""
         own, first = int(counts[self.rank]), int(counts[: self.rank].sum())
         if not self.unequal or names_rows:
             return torch.arange(int(counts.sum())) % own
@@ -257,7 +257,7 @@ class PlayedWorld(World):
         super().at(place)
 
     def mark(self) -> None:
-        """Add what was counted since the last mark to this part of the run, and its seconds to the place."""
+        """Add the counts since the last mark to this part of the run, and the seconds to the position in the code."""
         known, self._known = self._known, self._counts()
         self.parts[self.part].update({name: count - known[name] for name, count in self._known.items()})
         self.places[f"{self.part}: {self.place}"] += self._known["seconds"] - known["seconds"]
@@ -285,7 +285,7 @@ class PlayedWorld(World):
 
 
 class PlayedExchange(ShardExchange):
-    """The exchange of a played rank's rows with those of other ranks, which the model makes."""
+    """Exchanges the real rank's rows with simulated rows of other ranks."""
 
     world: PlayedWorld
 
@@ -312,7 +312,7 @@ class PlayedExchange(ShardExchange):
 
 
 def like(index: Rows, known: Rows, name: str) -> Column:
-    """Return a payload column of rows with these index columns, with the values of known rows."""
+    """Return a payload column for rows with these index columns, with the values of other rows."""
     column, size = known[name], len(index)
     if isinstance(column, Objects):
         return Objects(tuple(column[row % len(column)] for row in range(size)))
@@ -338,14 +338,14 @@ def is_as_long(column: Ragged, known: Rows, name: str) -> bool:
 
 
 class AnyGap(GapWatch):
-    """Allows any difference of log-probs: rows that the model sends have the values of other tokens."""
+    """Allows any gap of log-probs: simulated rows have the values of other tokens."""
 
     def check(self, metrics: Mapping[str, float | int | None]) -> None:
         pass
 
 
 class CountingStore(dist.Store):
-    """A store in this process that counts its requests."""
+    """A store in this process that counts requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ class CountingStore(dist.Store):
 
 
 def heartbeats(ranks: int = OF_A_MACHINE, seconds: int = 5) -> float:
-    """Return the requests to the store a second of a machine whose ranks all move on."""
+    """Return the requests to the store per second from a machine whose ranks all make progress."""
     store = CountingStore()
     machine = [Locations(store) for _ in range(ranks)]
 
@@ -381,7 +381,7 @@ def heartbeats(ranks: int = OF_A_MACHINE, seconds: int = 5) -> float:
 
 
 def join_played(rank: int, size: int) -> PlayedGroup:
-    """Join the played group as the group of all ranks of torch.distributed."""
+    """Make the simulated group the default process group of torch.distributed."""
     made: list[PlayedGroup] = []
 
     def create(store: Any, number: int, count: int, timeout: Any) -> PlayedGroup:

@@ -74,7 +74,7 @@ def config_of(folder: Path, devices: int) -> Config:
 
 
 class CountingServer(QueueServer):
-    """Counts the messages and bytes of the queue's server, and knows its thread."""
+    """A queue server that counts messages, bytes and the seconds of its thread."""
 
     latest: "CountingServer"
 
@@ -108,7 +108,7 @@ def counters() -> dict[str, float]:
 
 @dataclass
 class PlayedProcess(Process):
-    """A process that is not there: others play it."""
+    """A simulated process, for which another one answers."""
 
     name: str
     launcher: "PlayedLauncher"
@@ -140,7 +140,7 @@ class PlayedProcess(Process):
 
 
 class PlayedLauncher(LocalLauncher):
-    """Starts the real ones among the processes, and one that plays the other engines."""
+    """Starts the real processes, and one that simulates the other engines."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__(device)
@@ -172,7 +172,7 @@ def real_ranks(size: int) -> set[int]:
 
 
 def work(arguments: Mapping[str, Any]) -> None:
-    """Do the work of an engine or of a trainer rank, and write what it took."""
+    """Run an engine or a trainer rank, and write its counts."""
     marks: list[dict[str, float]] = []
     if Group(**arguments["group"]).kind == "model":
         play_others(marks)
@@ -196,7 +196,7 @@ def work(arguments: Mapping[str, Any]) -> None:
 
 
 def play_others(marks: list[dict[str, float]]) -> None:
-    """Let this process be one rank of a trainer whose other ranks are played."""
+    """Make this process one rank of a trainer whose other ranks are simulated."""
     worlds = list[StreamedWorld]()
 
     def join(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
@@ -227,7 +227,7 @@ def play_others(marks: list[dict[str, float]]) -> None:
 
 
 class StoredRecord:
-    """What rank 0 says, in a store where the other real ranks read it."""
+    """Keeps the messages of rank 0 in a store, from which the other real ranks read them."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store, self.said = store, 0
@@ -241,7 +241,7 @@ class StoredRecord:
 
 
 class StreamedWorld(PlayedWorld):
-    """The ranks of a streaming trainer, of which one is real. On the leader the others have written columns too."""
+    """The ranks of a streaming trainer, of which one is real; on the leader the simulated ones write columns too."""
 
     def __init__(self, group: Any, record: StoredRecord, data: DataPlane) -> None:
         self.data, self.leases, self.pieces = data, dict[int, int](), 0
@@ -271,7 +271,7 @@ class StreamedWorld(PlayedWorld):
     def _of_others(
         self, message: StoredMessage, frames: list[bytes], mine: Positions
     ) -> list[tuple[StoredMessage, list[bytes], Positions]]:
-        """Return parts with the values of this rank's columns for the rows of the other ranks."""
+        """Return parts for the rows of the other ranks, with the values of this rank's columns."""
         own = {(lease, position) for lease, positions in mine for position in positions or ()}
         every = [(lease, position) for lease, size in self.leases.items() for position in range(size)]
         left, size = [row for row in every if row not in own], message.payload[0].rows
@@ -297,13 +297,13 @@ class StreamedWorld(PlayedWorld):
 
 @dataclass
 class PlayedEngine:
-    """An engine at the queue, with a socket for its pending request for work and one for what it reports."""
+    """A simulated engine, with a socket for its pending request for work and one for its reports."""
 
     holder: str
     takes: Any
     reports: Any
     asked: dict[Any, tuple[int, QueueRequest]] = field(default_factory=dict)
-    """By socket the number of the latest request, and the request."""
+    """The number of the latest request and the request itself, by socket."""
     version: int = 0
     held: set[int] = field(default_factory=set)
     ends: bool = False
@@ -316,12 +316,12 @@ class PlayedEngine:
 
 
 def play_engines(arguments: Mapping[str, Any]) -> None:
-    """Take, write and report the rows of all engines but the real one, until the run ends."""
+    """Take, write and report the rows of all engines except the real one, until the run ends."""
     Crowd(arguments).serve()
 
 
 class Crowd:
-    """All engines but the real one."""
+    """All engines except the real one."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.config, self.consumers = parse_config(arguments["config"]), arguments["group"]["consumers"]
@@ -343,7 +343,7 @@ class Crowd:
             engine.ask(engine.reports, Hello(self.data.address, generates=True))
 
     def serve(self) -> None:
-        """Answer until every engine was told to stop."""
+        """Answer until every engine has received the order to stop."""
         while not all(engine.ends for engine in self.engine_of.values()):
             for socket, _ in self.poller.poll(1000):
                 first, *rest = socket.recv_multipart(copy=False)
@@ -410,7 +410,7 @@ class Crowd:
 
 
 def play(folder: Path, devices: int) -> dict[str, Any]:
-    """Play a run on this many devices; return the median step of each real process, and of the controller."""
+    """Simulate a run on this many devices; return the median step of each real process and of the controller."""
     program.QueueServer = CountingServer  # type: ignore[misc]
     program.LocalLauncher = PlayedLauncher  # type: ignore[misc]
     each = devices // 2

@@ -1,4 +1,4 @@
-"""Which blocks of a rank are copied to another one, and to which."""
+"""Blocks of a rank are copied to the ranks that may replace it."""
 
 from __future__ import annotations
 
