@@ -2,11 +2,12 @@
 
 import math
 import re
+from functools import partial
 from typing import Any
 
-from braidrl.cli.importing.algorithm_rules import coefficient_of_kl, loss_alone
+from braidrl.cli.importing.algorithm_rules import clip, coefficient_of_kl, loss_alone
 from braidrl.cli.importing.device_rules import trackers
-from braidrl.cli.importing.imported import Decide, Imported
+from braidrl.cli.importing.imported import Decide, Imported, Rule
 
 
 def areal_kl(imported: Imported, value: Any, to: str) -> Any:
@@ -103,3 +104,16 @@ def finish_areal(imported: Imported) -> None:
             "`math` is written, as AReaL's examples have it; its scripts name the reward: file.py:function, called "
             "with response and answer"
         )
+
+
+AREAL_RULES: dict[str, Rule] = {
+    "areal_clip": partial(clip, both="actor.eps_clip", low="actor.eps_clip", high="actor.eps_clip_higher"),
+    "areal_kl": areal_kl,
+    "areal_lora": areal_lora,
+    "areal_minibatches": areal_minibatches,
+    "areal_wandb": areal_wandb,
+    "allocation": allocation,
+    "behaviour_cap": behaviour_cap,
+    "group_norm": group_norm,
+    "offpolicyness": offpolicyness,
+}

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from braidrl.cli.importing.areal_rules import offpolicyness
-from braidrl.cli.importing.imported import Imported
+from braidrl.cli.importing.imported import Imported, Rule
 
 
 def prime_batch(imported: Imported, value: Any, to: str) -> int:
@@ -60,3 +60,12 @@ def finish_prime(imported: Imported) -> None:
         imported.advice["data.train"] = (
             "a file with as many lines as the taskset has tasks; verifiers' environment brings its own questions"
         )
+
+
+PRIME_RL_RULES: dict[str, Rule] = {
+    "prime_batch": prime_batch,
+    "prime_lora": prime_lora,
+    "environment": environment,
+    "environment_argument": environment_argument,
+    "async_level": async_level,
+}

@@ -25,16 +25,7 @@ from braidrl.cli.importing.algorithm_rules import (
     trl_loss,
     verl_kl,
 )
-from braidrl.cli.importing.areal_rules import (
-    allocation,
-    areal_kl,
-    areal_lora,
-    areal_minibatches,
-    areal_wandb,
-    behaviour_cap,
-    group_norm,
-    offpolicyness,
-)
+from braidrl.cli.importing.areal_rules import AREAL_RULES
 from braidrl.cli.importing.data_rules import (
     eval_sets,
     mixture,
@@ -62,7 +53,7 @@ from braidrl.cli.importing.device_rules import (
     zero,
 )
 from braidrl.cli.importing.imported import ACTOR, ROLLOUT, UNSET, Rule
-from braidrl.cli.importing.prime_rl_rules import async_level, environment, environment_argument, prime_batch, prime_lora
+from braidrl.cli.importing.prime_rl_rules import PRIME_RL_RULES
 from braidrl.cli.importing.step_rules import (
     beta_of,
     divided,
@@ -74,7 +65,7 @@ from braidrl.cli.importing.step_rules import (
     train_batch,
     warmup,
 )
-from braidrl.cli.importing.verl_sft_rules import nested_field, processes, verl_sft_lora
+from braidrl.cli.importing.verl_sft_rules import VERL_SFT_RULES
 
 VERL_FLOWS = {
     "reinforce_plus_plus_baseline": "reinforce_plus_plus",
@@ -102,6 +93,9 @@ OPENRLHF_FLOWS = {
     "dr_grpo": "dr_grpo",
 }
 RULES: dict[str, Rule] = {
+    **AREAL_RULES,
+    **VERL_SFT_RULES,
+    **PRIME_RL_RULES,
     "": lambda imported, value, to: None if value in UNSET else value,
     "verl_flow": partial(flow, names=VERL_FLOWS),
     "slime_flow": partial(flow, names=SLIME_FLOWS),
@@ -115,23 +109,6 @@ RULES: dict[str, Rule] = {
     "init_kwargs": lambda imported, value, to: value.get("dtype", value.get("torch_dtype")) or None,
     "clip": partial(clip, both=f"{ACTOR}.clip_ratio", low=f"{ACTOR}.clip_ratio_low", high=f"{ACTOR}.clip_ratio_high"),
     "slime_clip": partial(clip, both="eps_clip", low="eps_clip_low", high="eps_clip_high"),
-    "areal_clip": partial(clip, both="actor.eps_clip", low="actor.eps_clip", high="actor.eps_clip_higher"),
-    "areal_kl": areal_kl,
-    "areal_lora": areal_lora,
-    "areal_minibatches": areal_minibatches,
-    "areal_wandb": areal_wandb,
-    "allocation": allocation,
-    "behaviour_cap": behaviour_cap,
-    "group_norm": group_norm,
-    "offpolicyness": offpolicyness,
-    "nested_field": nested_field,
-    "processes": processes,
-    "verl_sft_lora": verl_sft_lora,
-    "prime_batch": prime_batch,
-    "prime_lora": prime_lora,
-    "environment": environment,
-    "environment_argument": environment_argument,
-    "async_level": async_level,
     "at_least_one": lambda imported, value, to: len(value) if isinstance(value, list) else max(1, int(value)),
     "top_k": lambda imported, value, to: int(value) if 0 < int(value) < 10**6 else None,
     "other_model": lambda imported, value, to: value if value != imported.converted.get("model") else None,

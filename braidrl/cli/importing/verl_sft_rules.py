@@ -3,7 +3,7 @@
 from typing import Any
 
 from braidrl.cli.importing.data_rules import of_source
-from braidrl.cli.importing.imported import Imported
+from braidrl.cli.importing.imported import Imported, Rule
 
 
 def nested_field(imported: Imported, value: Any, to: str) -> Any:
@@ -32,3 +32,10 @@ def verl_sft_lora(imported: Imported, value: Any, to: str) -> Any:
 
 def finish_verl_sft(imported: Imported) -> None:
     imported.converted["rollout.samples_per_prompt"] = 1
+
+
+VERL_SFT_RULES: dict[str, Rule] = {
+    "nested_field": nested_field,
+    "processes": processes,
+    "verl_sft_lora": verl_sft_lora,
+}
