@@ -13,9 +13,13 @@ function, and an engine computes it if a stage reads it:
 Shapes: B rows in a step of an engine, V vocabulary, P tokens of a request's prompt, T drawn tokens.
 """
 
+import base64
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from braidrl.deferred import Tensor, torch
 from braidrl.errors import UserError, suggest, users_errors
@@ -157,3 +161,19 @@ def of_all_tokens() -> tuple[str, ...]:
 def computed_columns(columns: Sequence[TokenColumn], logits: Tensor, tokens: Tensor) -> Mapping[str, Tensor]:
     """Return the values (B, ...) of the columns that are functions of logits and tokens."""
     return {column.name: column.compute(logits, tokens) for column in columns if column.function is not None}
+
+
+def to_text(values: Tensor) -> str:
+    """Return values (T, ...) as text for JSON: a file of NumPy's in base64, which has no bfloat16."""
+    content = io.BytesIO()
+    np.save(content, (values.float() if values.dtype is torch.bfloat16 else values).cpu().numpy(), allow_pickle=False)
+    return base64.b64encode(content.getbuffer()).decode()
+
+
+def from_text(text: str, column: TokenColumn) -> Tensor:
+    """Invert `to_text` for a column. Raises ValueError for another text, or entries of another shape."""
+    values = torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False))
+    if values.dim() < 1 or column.shape not in (None, tuple(values.shape[1:])):
+        raise ValueError(f"{column.name} has entries of the shape {tuple(values.shape[1:])}, not {column.shape}")
+    # The dtype of routes depends on the number of experts.
+    return values if column.shape is None or column.dtype is None else values.to(column.dtype)

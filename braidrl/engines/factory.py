@@ -37,6 +37,7 @@ from braidrl.engines.routing.router import EngineService, RoleEngine
 from braidrl.engines.spanning import OneOf
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
+from braidrl.flow.signatures import columns_of
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.compute.rope import most_positions
 from braidrl.training.decoders.body import PACKED, plan_of_model
@@ -85,7 +86,7 @@ def start_engine(
         adapter_options = {"enable_lora": True, "max_loras": len(every), "max_lora_rank": room}
         spec = replace(spec, options={**adapter_options, **spec.options})
     if engines.home == "servers":
-        return reach_servers(role, ranks, config, tokenizer, spec.max_sequence_tokens, beside)
+        return reach_servers(role, ranks, deployment, tokenizer, spec.max_sequence_tokens, beside)
     if engines.hosts_vllm or engines.pools_ranks:
         return spmd_engine(spec, role, ranks, worker, deployment, tokenizer)
     if engines.is_separate:
@@ -349,7 +350,7 @@ def with_nodes(deployment: Deployment, devices_of_node: int | None) -> Config:
 def reach_servers(
     role: str,
     ranks: DataParallel,
-    config: Config,
+    deployment: Deployment,
     tokenizer: PreTrainedTokenizerBase,
     longest: int,
     beside: EngineService | None,
@@ -361,6 +362,7 @@ def reach_servers(
     # Imported here: only servers need aiohttp, an optional dependency.
     from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
 
+    config = deployment.config
     rollout, limit_s = config.rollout, config.cluster.wait_limit_s
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
     if not urls:
@@ -371,7 +373,13 @@ def reach_servers(
     settings, sent = settings_of(role, config), rollout.servers.weights == "network"
     model = settings.model.expanduser()
     needs = ServerNeeds(
-        longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline, receives=sent
+        longest,
+        rollout.is_reproducible,
+        training_sampling(config),
+        rollout.tensor,
+        rollout.pipeline,
+        sent,
+        tuple(dict.fromkeys(name for stage in deployment.flow.stages for name in columns_of(stage))),
     )
     names = None if sent else HubNames(model_in(model))
     spec = ServerSpec(

@@ -1,22 +1,33 @@
 """The APIs of generation servers (vLLM, SGLang): each is a value, with plain JSON in and out.
 
-request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids, columns per token
-            Dialect.generate_seeing, for a prompt with images
+request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids
+            Dialect.generate_seeing, for a prompt with images      └──▶ Dialect.column ──▶ values per token
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from braidrl.data.token_columns import LOG_PROBS
+from braidrl.data.token_columns import LOG_PROBS, ROUTED_EXPERTS, TokenColumn, from_text
+from braidrl.deferred import Tensor
 from braidrl.engines.requests import EngineRow, SamplingParams, draw_arguments
 from braidrl.errors import UserError
 
 Json = Mapping[str, Any]
 ServerCall = tuple[str, Json]
 """A path, and the JSON that is posted there."""
-Drawn = tuple[Sequence[int], Mapping[str, Sequence[Any]]]
-"""Token ids (T,), and by column the values (T, ...) of these tokens."""
+ColumnCall = Callable[[str, Sequence[str]], ServerCall]
+"""Asks for a row's columns, by its name, and has those of other rows forgotten, whose answers did not arrive."""
+
+
+class ColumnReader(NamedTuple):
+    """How servers of one kind return a column per token."""
+
+    read: Callable[[Json, str], "Sequence[float] | Tensor | None"]
+    """Returns the values of a row, by its name, from an answer; None for a row without values."""
+    call: ColumnCall | None = None
+    """The call whose answer is read, made when the row has ended; None for the answer with the row's tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,8 @@ class ServerNeeds:
     pipeline: int = 1
     receives: bool = False
     """Weights are sent over the network, not stored in a folder."""
+    columns: tuple[str, ...] = ()
+    """The columns per token that rows have beside those of every response, by names as in `column_of`."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +69,10 @@ class Dialect:
     Its arguments are the row, the run's seed, the label of the server's weights, to which caching is restricted, and
     whether the row's random numbers draw its tokens; otherwise the server samples.
     """
-    read: Callable[[Json], "Drawn"]
-    """Returns the tokens that a server drew, and the columns per token that its API returns by name, at least
-    log-probs. Raises UserError for an answer without them.
-    """
+    read: Callable[[Json], Sequence[int]]
+    """Returns the ids of the tokens that a server drew. Raises UserError for an answer without them."""
+    column: Callable[[TokenColumn], ColumnReader | None]
+    """Returns how servers return a registered column; None for a column that they do not return."""
     abort: Callable[[str], ServerCall]
     """Ends a request by name; the server answers with the tokens drawn so far."""
     load_weights: Callable[[str, str], Sequence[ServerCall]]
@@ -85,6 +98,10 @@ class Dialect:
     """
     seeing_start: str = ""
     """The option with which a server takes the call of `generate_seeing`."""
+    prepare: Callable[[Sequence[str]], ServerCall] | None = None
+    """The call before the first row that makes workers compute these columns, by names as in `column_of`. Its answer
+    has as `results` what each of them could not do, or null.
+    """
 
 
 RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
@@ -147,15 +164,42 @@ def vllm_sampling(row: EngineRow, seed: int, reproducible: bool, arguments: str)
     }
 
 
-def vllm_read(answer: Json) -> Drawn:
+def vllm_read(answer: Json) -> Sequence[int]:
     (choice,) = answer["choices"]
-    tokens = choice.get("token_ids")
+    tokens: Sequence[int] | None = choice.get("token_ids")
     if tokens is None:
         raise UserError("gives no token ids; use vLLM 0.11 or later")
+    return tokens
+
+
+def vllm_log_probs(answer: Json, row: str) -> Sequence[float]:
+    (choice,) = answer["choices"]
     given = choice["logprobs"] or {"token_logprobs": []}
     if "content" in given:  # of the API for prompts with images
-        return tokens, {LOG_PROBS: [each["logprob"] for each in given["content"] or ()]}
-    return tokens, {LOG_PROBS: given["token_logprobs"]}
+        return [each["logprob"] for each in given["content"] or ()]
+    log_probs: Sequence[float] = given["token_logprobs"]
+    return log_probs
+
+
+def vllm_values(column: TokenColumn, answer: Json, row: str) -> Tensor | None:
+    """Return the values that one of the workers has computed."""
+    texts = (columns.get(row, {}).get(column.name) for columns in answer["results"])
+    return next((from_text(text, column) for text in texts if text is not None), None)
+
+
+def vllm_column(column: TokenColumn) -> ColumnReader | None:
+    """Return the log-probs of vLLM's answer, and from Braid's extension of its workers the columns that are computed
+    where Braid draws, and routes. Of vLLM's own routes, by runner V2 on CUDA, Braid reads none.
+    """
+    if column.name == LOG_PROBS:
+        return ColumnReader(vllm_log_probs)
+    if column.function is None and column.name != ROUTED_EXPERTS:
+        return None
+    return ColumnReader(partial(vllm_values, column), vllm_take)
+
+
+def vllm_take(row: str, unread: Sequence[str]) -> ServerCall:
+    return "/collective_rpc", {"method": "take_texts", "kwargs": {"row": row, "unread": list(unread)}}
 
 
 def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
@@ -184,8 +228,9 @@ def vllm_missing(info: Json, needs: ServerNeeds) -> str | None:
             return f"--{axis}-parallel-size {ranks}"
     if model["max_model_len"] < needs.tokens:
         return f"--max-model-len {needs.tokens}"
-    can_receive = parallel.get("worker_extension_cls") == RECEIVES
-    return f"--worker-extension-cls {RECEIVES}" if needs.receives and not can_receive else None
+    if (needs.receives or needs.columns) and parallel.get("worker_extension_cls") != RECEIVES:
+        return f"--worker-extension-cls {RECEIVES}"
+    return "--enforce-eager" if ROUTED_EXPERTS in needs.columns and not model.get("enforce_eager") else None
 
 
 VLLM = Dialect(
@@ -193,6 +238,8 @@ VLLM = Dialect(
     generate_seeing=vllm_generate_seeing,
     seeing_start="--enable-scale-out, of vLLM 0.32 or later",
     read=vllm_read,
+    column=vllm_column,
+    prepare=lambda names: ("/collective_rpc", {"method": "prepare_columns", "kwargs": {"names": list(names)}}),
     # vLLM adds a prefix to the request's name, and the prompt's number as a suffix.
     abort=lambda name: ("/abort_requests", {"request_ids": [f"cmpl-{name}-0", f"generate-tokens-{name}"]}),
     load_weights=lambda folder, label: (
@@ -237,11 +284,22 @@ def sglang_generate(row: EngineRow, seed: int, weights: str, reproducible: bool)
     }
 
 
-def sglang_read(answer: Json) -> Drawn:
-    drawn = answer["meta_info"].get("output_token_logprobs")
+def sglang_drawn(answer: Json) -> Sequence[Sequence[Any]]:
+    """Return for each drawn token its log-prob and its id."""
+    drawn: Sequence[Sequence[Any]] | None = answer["meta_info"].get("output_token_logprobs")
     if drawn is None:
         raise UserError("gives no log-probs of its tokens")
-    return [token for _, token, *_ in drawn], {LOG_PROBS: [log_prob for log_prob, *_ in drawn]}
+    return drawn
+
+
+def sglang_read(answer: Json) -> Sequence[int]:
+    return [token for _, token, *_ in sglang_drawn(answer)]
+
+
+def sglang_column(column: TokenColumn) -> ColumnReader | None:
+    if column.name != LOG_PROBS:
+        return None
+    return ColumnReader(lambda answer, row: [log_prob for log_prob, *_ in sglang_drawn(answer)])
 
 
 def sglang_missing(info: Json, needs: ServerNeeds) -> str | None:
@@ -257,6 +315,7 @@ def sglang_missing(info: Json, needs: ServerNeeds) -> str | None:
 SGLANG = Dialect(
     generate=sglang_generate,
     read=sglang_read,
+    column=sglang_column,
     abort=lambda name: ("/abort_request", {"rid": name}),
     load_weights=lambda folder, label: (
         ("/update_weights_from_disk", {"model_path": folder, "flush_cache": True, "weight_version": label}),

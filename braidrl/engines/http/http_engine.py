@@ -12,7 +12,7 @@ import io
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -30,10 +30,10 @@ from transformers import PreTrainedTokenizerBase
 from braidrl.cluster.process_groups import address_towards
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Uid
-from braidrl.data.token_columns import LOG_PROBS, token_columns
+from braidrl.data.token_columns import LOG_PROBS, VERSIONS, returned_columns, token_columns
 from braidrl.data.vision import Vision
 from braidrl.engines.engine import NOTHING_YET, EngineError, Load, check_idle
-from braidrl.engines.http.dialects import Dialect, SeenPrompt, ServerCall, ServerNeeds
+from braidrl.engines.http.dialects import ColumnCall, ColumnReader, Dialect, Json, SeenPrompt, ServerCall, ServerNeeds
 from braidrl.engines.requests import EngineRow, Request, Response, row_of
 from braidrl.errors import UserError, printable, shown
 from braidrl.observe.stalls import WORK
@@ -116,6 +116,8 @@ class HttpEngine:
         self.weights = secrets.token_hex(8)
         """The label of the server's weights, unique over all runs."""
         self._is_labelled = False
+        self._unread: list[str] = []
+        """The names of rows with columns in the server's workers that were not read."""
         self._held_weights: OfferedWeights | None = None
         """The weights that the server received over the network from the run's ranks."""
         self._session: ClientSession | None = None
@@ -159,6 +161,15 @@ class HttpEngine:
             ) from error
         if missing is not None:
             raise UserError(f"{setting} is a server that Braid cannot train with: start it with {missing}")
+        await self._prepare_columns()
+
+    async def _prepare_columns(self) -> None:
+        """Make the server's workers compute the run's columns per token. Raises UserError if they cannot."""
+        names, dialect = self.spec.needs.columns, self.spec.dialect
+        if names and dialect.prepare is not None:
+            answer = await self.ask("POST", *dialect.prepare(names))
+            for failure in filter(None, answer.get("results") or ()):
+                raise UserError(f"rollout.servers: {self.url} cannot return {', '.join(names)}: {failure}")
 
     async def close(self) -> None:
         if self._session is not None:
@@ -171,14 +182,16 @@ class HttpEngine:
         if self._failure is not None:
             raise self._failure
         row, spec = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens), self.spec
-        row.name, row.version = uuid4().hex, self.version
+        row.name, row.version, readers = uuid4().hex, self.version, self._readers(request)
         call_arguments = self._call_for(row)
         call = asyncio.ensure_future(self.ask("POST", *call_arguments, most=ANSWER_BYTES + row.limit * TOKEN_BYTES))
-        self._rows[request.uid] = row, call
+        self._rows[request.uid], is_read = (row, call), not request.columns
         try:
             with WORK.waiting():
                 answer = await call
+                answers = await self._answers(row, answer, readers)
                 await self.check_weights()
+            is_read = True
         except ServerFailure as error:
             self._count_unfinished(request.uid, str(error))
         except MissingCall as error:
@@ -190,27 +203,60 @@ class HttpEngine:
         finally:
             call.cancel()
             del self._rows[request.uid]
+            self._unread += [] if is_read else [row.name]
             aborted = request.uid in self._aborted
             self._aborted.discard(request.uid)
-        try:
-            tokens, values = spec.dialect.read(answer)
-        except UserError as error:
-            raise UserError(f"rollout.servers: {self.url} {error}") from error
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"rollout.servers: {self.url} gives an answer without tokens: {shown(answer)}") from error
-        if fault := self.fault_in(tokens, values) or self.fault_in_prompt(request, answer):
-            raise UserError(f"rollout.servers: {self.url} {fault}")
+        tokens, values = self._read(row, answers, readers)
         ended = any(row.record_token(token) for token in tokens)
         if ended:
             self._unfinished.pop(request.uid, None)
         elif not aborted:
             early = f"{self.url} ended row {request.uid} after {len(row.tokens)} tokens, before its end"
             self._count_unfinished(request.uid, early)
-        count = len(row.tokens)
-        drawn = {
-            name: torch.tensor(entries[:count], dtype=token_columns[name].dtype) for name, entries in values.items()
-        }
+        sizes, drawn = (len(request.prompt), len(row.tokens)), dict[str, Tensor]()
+        for name, entries in values.items():
+            column = token_columns[name]
+            entries = entries if isinstance(entries, Tensor) else torch.tensor(entries, dtype=column.dtype)
+            drawn[name] = entries[: column.entries(*sizes)]
         return row.finished(not ended, (torch.tensor(row.tokens, dtype=torch.int64), drawn))
+
+    def _readers(self, request: Request) -> dict[str, ColumnReader]:
+        """Return how the server returns the columns of a row. Raises UserError for one that it does not return."""
+        columns = [column for column in returned_columns(request.columns) if column.name != VERSIONS]
+        readers = {column.name: self.spec.dialect.column(column) for column in columns}
+        if lacking := [name for name, reader in readers.items() if reader is None]:
+            raise UserError(f"rollout.servers: {self.url} returns no column {lacking[0]}; use another engine")
+        return {name: reader for name, reader in readers.items() if reader is not None}
+
+    async def _answers(
+        self, row: EngineRow, answer: Json, readers: Mapping[str, ColumnReader]
+    ) -> dict[ColumnCall | None, Json]:
+        """Return a row's answer, under None, and those of the calls that its columns need."""
+        answers: dict[ColumnCall | None, Json] = {None: answer}
+        for call in {reader.call for reader in readers.values() if reader.call is not None}:
+            unread, self._unread = self._unread, []
+            most = ANSWER_BYTES + (len(row.request.prompt) + row.limit) * TOKEN_BYTES
+            answers[call] = await self.ask("POST", *call(row.name, unread), most=most)
+        return answers
+
+    def _read(
+        self, row: EngineRow, answers: Mapping[ColumnCall | None, Json], readers: Mapping[str, ColumnReader]
+    ) -> tuple[Sequence[int], dict[str, Any]]:
+        """Return the tokens of a row and the values of its columns. Raises UserError for an answer that was not asked
+        for.
+        """
+        answer = answers[None]
+        try:
+            tokens = self.spec.dialect.read(answer)
+            values = {name: reader.read(answers[reader.call], row.name) for name, reader in readers.items()}
+        except UserError as error:
+            raise UserError(f"rollout.servers: {self.url} {error}") from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UserError(f"rollout.servers: {self.url} gives an answer without tokens: {shown(answer)}") from error
+        values = {name: entries for name, entries in values.items() if entries is not None}
+        if fault := self.fault_in(tokens, values) or self.fault_in_prompt(row.request, answer):
+            raise UserError(f"rollout.servers: {self.url} {fault}")
+        return tokens, values
 
     def _count_unfinished(self, uid: Uid, reason: str) -> NoReturn:
         """Raise EngineError with the reason why a row did not end, so that it is requested again; UserError after the
@@ -256,13 +302,14 @@ class HttpEngine:
     def fault_in(self, tokens: Any, values: Mapping[str, Any]) -> str:
         """Return the fault of an answer's tokens and values; an empty text if there is none."""
         vocabulary = self.spec.vocabulary
-        if not all(isinstance(entries, list) for entries in (tokens, *values.values())):
+        if not all(isinstance(entries, list) for entries in (tokens, values.get(LOG_PROBS))):
             return "gives no lists of tokens and of their values"
         for token in tokens:
             if type(token) is not int or not 0 <= token < vocabulary:
                 return f"gives a token {shown(token)}, and the model's are 0 to {vocabulary - 1}"
         for name, numbers in values.items():
-            if len(numbers) != len(tokens):
+            # A worker may have drawn more tokens than the server returns.
+            if len(numbers) < len(tokens) or (len(numbers) > len(tokens) and name == LOG_PROBS):
                 return f"gives {len(numbers)} {name} of the {len(tokens)} tokens that it drew"
         for number in values.get(LOG_PROBS, ()):
             if type(number) not in (int, float) or not -math.inf < number <= LOG_PROB_ROUNDING:
@@ -358,6 +405,7 @@ class HttpEngine:
             await self.ask("GET", self.spec.dialect.settings)
         except UserError as error:
             raise EngineError(str(error)) from error
+        await self._prepare_columns()
         self._is_labelled, self._failure = False, None
         return NOTHING_YET
 

@@ -18,6 +18,7 @@ from braidrl.algorithms.random import uniform
 from braidrl.data.token_columns import TokenColumn, column_of, computed_columns
 from braidrl.engines.requests import Draws, parse_draws
 from braidrl.engines.sampling import BatchSampling, batch_sampling, sample, scaled
+from braidrl.errors import UserError
 
 
 class Drawing(NamedTuple):
@@ -32,8 +33,14 @@ class DrawByRow(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise ValueError for a request that Braid did not make: a server answers it with an error and continues."""
-        parse_draws(sampling_params.extra_args)
+        """Raise ValueError for a request that Braid did not make, or with a column that has no function here: a server
+        answers it with an error and continues.
+        """
+        try:
+            for name in parse_draws(sampling_params.extra_args).columns:
+                column_of(name)
+        except UserError as error:
+            raise ValueError(str(error)) from error
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device

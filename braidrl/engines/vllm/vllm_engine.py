@@ -90,7 +90,8 @@ class VllmEngine(SteppingEngine):
         self._names = itertools.count()
         self._adapters: dict[str | None, LoRARequest] = {}
         """The adapters with which rows are drawn, where adapters alone are sent: by policy, or under None for all."""
-        self._records_routes = False
+        self._prepared = set[str]()
+        """The columns per token that the workers can compute."""
         self._failure: EngineError | None = None
         """The error after which no token may be drawn, because the version of the weights is unknown."""
         self._is_given_again = False
@@ -193,10 +194,10 @@ class VllmEngine(SteppingEngine):
 
     def _begin(self, row: EngineRow) -> None:
         request, row.name = row.request, str(next(self._names))
-        if ROUTED_EXPERTS in request.columns and not self._records_routes:
-            with refusals_in_a_line():
-                self._engine.collective_rpc("record_routes")
-            self._records_routes = True
+        if missing := [name for name in request.columns if name not in self._prepared]:
+            if refusals := list(filter(None, self._engine.collective_rpc("prepare_columns", args=(missing,)))):
+                raise UserError(f"rollout.engine=vllm: {refusals[0]}")
+            self._prepared.update(missing)
         # The salt prevents the reuse of prompts computed with other weights.
         salt = f"{self.version} {request.policy or ''}"
         prompt: Any = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": salt}

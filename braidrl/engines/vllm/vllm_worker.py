@@ -42,6 +42,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
+from braidrl.data.token_columns import ROUTED_EXPERTS, column_of, to_text
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.route_recorder import RouteRecorder
 from braidrl.weights.boxes import Box
@@ -78,9 +79,14 @@ class TakesWeights:
     """The conversion to the names that vLLM's loaders know, made once."""
     routes: RouteRecorder | None = None
 
-    def record_routes(self) -> None:
-        """Record the routes of rows that ask for them, from the next step on."""
-        self.routes = RouteRecorder(self.model_runner, self.vllm_config)
+    def prepare_columns(self, names: Sequence[str]) -> str | None:
+        """Make these columns available to the next rows, by names as in `column_of`. Return the error, or None."""
+        try:
+            if ROUTED_EXPERTS in [column_of(name).name for name in names] and self.routes is None:
+                self.routes = RouteRecorder(self.model_runner, self.vllm_config)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return None
 
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""
@@ -109,6 +115,15 @@ class TakesWeights:
                 for row, columns in processor.take_values(rows).items():
                     values[row] = values.get(row, {}) | columns
         return values
+
+    def take_texts(self, row: str, unread: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Return `take_values` of a row as text, of one of the workers that compute the same; forget the values of rows
+        that are `unread`.
+        """
+        values = self.take_values([row, *unread]).get(row, {})
+        if get_tensor_model_parallel_rank():
+            return {}
+        return {row: {name: to_text(entries) for name, entries in values.items()}}
 
     def load_version(self, source: WeightFile | Incoming) -> None:
         """Load into the live parameters, otherwise tensor by tensor.

@@ -8,8 +8,10 @@ from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.data.token_columns import ROUTED_EXPERTS, column_of
 from braidrl.engines.deployment import MODES
+from braidrl.engines.http.dialects import DIALECTS
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
+from braidrl.flow.signatures import columns_of
 from braidrl.runtimes.prepare.names import user_code
 from braidrl.sandbox.walls import walls_missing
 from braidrl.training.acceptance import HALF, check_accepted
@@ -91,35 +93,32 @@ def check_dtypes(config: Config, flow: Flow) -> None:
 
 
 def check_token_columns(config: Config, flow: Flow) -> None:
-    """Raise UserError for a column per token that the engine cannot compute."""
-    rollout = config.rollout
-    names = [name for stage in flow.stages for name in stage.params.get("columns", ())]
-    computed = [column.name for column in map(column_of, names) if column.function is not None]
+    """Raise UserError for a column per token that the engine does not return."""
+    rollout, dialect = config.rollout, DIALECTS.get(config.rollout.servers.dialect)
+    for column in [column_of(name) for stage in flow.stages for name in columns_of(stage)]:
+        if column.name == ROUTED_EXPERTS:
+            setting, remedy = "replay=inference", "or replay=training"
+        else:
+            setting, remedy = f"a stage reads the column {column.name}", "or rollout.engine=vllm"
+        if rollout.engine == "http" and dialect is not None and dialect.column(column) is None:
+            raise UserError(
+                f"{setting}: servers of rollout.servers.dialect={rollout.servers.dialect} do not return "
+                f"{column.name}; write rollout.servers.dialect=vllm, {remedy}"
+            )
+        if rollout.engine in ("http", "vllm") and not rollout.is_reproducible:
+            raise UserError(f"{setting}: vLLM returns {column.name} where Braid draws; write rollout.reproducible=true")
     if any(ROUTED_EXPERTS in stage.reads for stage in flow.stages):
-        check_replay(config, flow, ROUTED_EXPERTS in names)
-    if computed and rollout.engine == "http":
-        raise UserError(
-            f"servers do not return the column {computed[0]}, which a stage reads; write rollout.engine=vllm"
-        )
-    if computed and rollout.engine == "vllm" and not rollout.is_reproducible:
-        raise UserError(
-            f"a stage reads the column {computed[0]}, computed where Braid draws; write rollout.reproducible=true"
-        )
+        check_replay(config, flow)
 
 
-def check_replay(config: Config, flow: Flow, of_engine: bool) -> None:
+def check_replay(config: Config, flow: Flow) -> None:
     """Raise UserError for a run that cannot record or replay the routes of a mixture of experts: those of the engine or
     of recomputed log-probs.
     """
     rollout = config.rollout
-    if of_engine and (rollout.engine not in ("embedded", "vllm") or rollout.pipeline > 1):
+    if rollout.pipeline > 1 and any(ROUTED_EXPERTS in columns_of(stage) for stage in flow.stages):
         raise UserError(
-            "replay=inference: only an embedded engine or vLLM that holds all layers records routes; write "
-            "rollout.engine=embedded and rollout.pipeline=1, or replay=training"
-        )
-    if of_engine and not rollout.is_reproducible:
-        raise UserError(
-            "replay=inference: vLLM records routes where Braid draws; write rollout.reproducible=true, or "
+            "replay=inference: only an engine that holds all layers records routes; write rollout.pipeline=1, or "
             "replay=training"
         )
     for role in {str(stage.role) for stage in flow.stages if ROUTED_EXPERTS in stage.reads}:
