@@ -229,10 +229,20 @@ def loaded_blocks(
     names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}
     for target, view in watch.copies:
         stored = names.get(view.untyped_storage()._cdata)
-        inner = None if stored is None else block_of(view, checkpoint[stored].shape)
+        # vLLM keeps the matrices of some experts transposed: their dimensions in the order of the stored tensor.
+        order = sorted(range(view.dim()), key=view.stride, reverse=True)
+        orders = [] if stored is None else [list(range(view.dim())), order]
+        blocks_by_order = ((axes, block_of(view.permute(axes), checkpoint[str(stored)].shape)) for axes in orders)
+        axes, inner = next(((axes, block) for axes, block in blocks_by_order if block is not None), ([], None))
         if stored is None or inner is None:
             raise WeightsNotLive(f"vLLM puts {stored or 'a computed tensor'} together of several pieces")
         name, _, box = sources[stored]
+        if view.untyped_storage()._cdata in watch.zeroed:
+            # A bias that only the first of the workers adds. The others' zeros stay, in blocks of no elements.
+            if target.is_cuda:
+                raise WeightsNotLive(f"vLLM sets {stored} to zero here, and frees the zeros when it sleeps")
+            inner, target = replace(inner, sizes=(0, *inner.sizes[1:])), target[:0]
+        target = target.permute(axes)
         yield name, LoadedBlock(box.nested(inner), target.view(*(1,) * (len(box.sizes) - target.dim()), *target.shape))
 
 
@@ -283,16 +293,24 @@ def block_of(view: Tensor, shape: torch.Size) -> Box | None:
 
 
 class CopyWatch(TorchDispatchMode):
-    """Records copies from views of meta tensors to parameters instead of making them."""
+    """Records copies from views of meta tensors to parameters instead of making them; contiguous copies of such views
+    stay views.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
+        self.zeroed = set[int]()
+        """The storages of meta tensors that were set to zero."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[0], args[1]))
             return args[0]
+        if func is torch.ops.aten.clone.default and args[0].is_meta:
+            return args[0]
+        if func is torch.ops.aten.zero_.default and args[0].is_meta:
+            self.zeroed.add(args[0].untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))
 
 

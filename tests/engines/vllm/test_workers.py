@@ -115,9 +115,11 @@ def test_two_workers_draw_one_engines_tokens_with_the_trainers_log_probs(
     assert divided.run(largest_gap(divided.engine, submitted[:4], updates=20)) < 1e-5
 
 
-def test_two_workers_receive_their_slices_of_each_expert(tmp_path: Path) -> None:
-    wide = {**ON_VLLM["qwen3_moe"], "moe_intermediate_size": 64}
-    folder = write_family(tmp_path / "model", "qwen3_moe", **wide)
+@pytest.mark.parametrize(
+    ("family", "inner"), [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")]
+)
+def test_two_workers_receive_their_slices_of_each_expert(tmp_path: Path, family: str, inner: str) -> None:
+    folder = write_family(tmp_path / "model", family, **ON_VLLM[family], **{inner: 64})
     trained = load_decoder(str(folder), torch.float32, "cpu").requires_grad_(False).eval()
     prompts = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(3))
     submitted = [Request((0, n, 0), prompt, SamplingParams(max_tokens=24)) for n, prompt in enumerate(prompts)]
