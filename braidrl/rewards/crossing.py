@@ -3,8 +3,9 @@
 test ──{"ask": [verb, on, name, arguments]}──▶ program        a line of JSON each
      ◀──────{"value": ...} or {"error": ...}──                in between, each side may send requests to the other
 
-A value of Python's, the standard library's or numpy's types crosses as plain data and is rebuilt by the receiver. Any
-other value is not sent: the other side gets a `Foreign` proxy, which forwards operations. The program's process
+A value of Python's, the standard library's or numpy's types crosses as plain data and is rebuilt by the receiver. A
+mutable one is then shared: as long as both ends hold it, each message first brings the changes that its sender made.
+Any other value is not sent: the other side gets a `Foreign` proxy, which forwards operations. The program's process
 executes only this file, so it imports only light modules.
 """
 
@@ -12,7 +13,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 DEPTH = 40
@@ -21,7 +22,16 @@ PLAIN_INT = 1 << 53
 """Integers below are JSON's; Python reads no longer ones than 4,300 digits from it."""
 ATTRIBUTES = ("__name__", "__qualname__", "__doc__")
 """The only attributes with underscores at both ends that are asked for: others would change how the test computes."""
-MUTABLE = ("list", "dict", "set", "bytearray", "deque", "Counter", "OrderedDict", "defaultdict", "ndarray", "array")
+PLAIN_MUTABLE: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set, "bytearray": bytearray}
+"""Mutable types of Python, which may contain themselves."""
+MUTABLE = (
+    *PLAIN_MUTABLE,
+    *(f"collections.{name}" for name in ("deque", "Counter", "OrderedDict", "defaultdict")),
+    "array.array",
+    "numpy.ndarray",
+)
+COMPARED = 4096
+"""Elements of the longest shared value that is compared at every message; a longer one only at calls that have it."""
 
 Payload = Any
 VALUES: dict[str, tuple[Callable[[Any], Payload], Callable[[Any, Payload], Any]]] = {
@@ -83,6 +93,64 @@ def numpy_read(parts: Payload) -> Any:
     return array[0] if shape is None else array.reshape(shape)
 
 
+class Shared:
+    """The mutable values that both ends hold, by number, with the contents that both know."""
+
+    def __init__(self, first: int) -> None:
+        """Number the values that this end sends `first`, `first + 2`, ...; the other end has the numbers between."""
+        self.next, self.values, self.numbers = first, dict[int, Any](), dict[int, int]()
+        self.known = dict[int, Any]()
+
+    def add(self, value: Any, number: int | None = None) -> int:
+        """Share a value, under the number that the other end gave it if it sent it."""
+        if number is None:
+            number, self.next = self.next, self.next + 2
+        elif number in self.values or number % 2 == self.next % 2:
+            raise ValueError(f"{number} is another value's number")
+        self.values[number], self.numbers[id(value)] = value, number
+        self.note(number)
+        return number
+
+    def note(self, number: int) -> None:
+        """Remember the contents of a value as known to both ends."""
+        self.known[number] = contents(self.values[number])
+
+    def drop(self, number: int) -> None:
+        """Share a value no longer: one end does not hold it any more."""
+        del self.numbers[id(self.values.pop(number))], self.known[number]
+
+    def unused(self) -> list[int]:
+        """Return the numbers of values that nothing else in this process holds."""
+        # Two references are the table's and the argument's.
+        return [number for number in self.values if sys.getrefcount(self.values[number]) <= 2]
+
+    def changed(self, arguments: Iterable[Any]) -> list[int]:
+        """Return the numbers of values with other contents than the other end knows."""
+        given = {id(argument) for argument in arguments}
+        return [
+            number
+            for number, known in self.known.items()
+            if (len(known) <= COMPARED or id(self.values[number]) in given)
+            and not same_contents(contents(self.values[number]), known)
+        ]
+
+
+def contents(value: Any) -> Any:
+    """Return a mutable value's elements, or its bytes."""
+    if hasattr(value, "tobytes"):
+        return bytes(value.tobytes()) if getattr(value, "dtype", "") != "object" else tuple(value.ravel())
+    if isinstance(value, bytearray):
+        return bytes(value)
+    return tuple(part for pair in value.items() for part in pair) if isinstance(value, dict) else tuple(value)
+
+
+def same_contents(one: Any, other: Any) -> bool:
+    """Return whether bytes are equal, or all elements the same objects: an element's own comparison does not count."""
+    if isinstance(one, bytes):
+        return bool(one == other)
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
 class Peer:
     """One end of a conversation: it sends requests to the other end, and answers its requests."""
 
@@ -91,27 +159,50 @@ class Peer:
     awaitable: type["Foreign"]
     """What stands here for a coroutine of the other end."""
 
-    def __init__(self, requests: Any, answers: Any) -> None:
-        """Write to the file `requests`, and read from the file `answers`."""
+    def __init__(self, requests: Any, answers: Any, first: int) -> None:
+        """Write to the file `requests`, and read from the file `answers`; `first` numbers the values that it shares."""
         self.requests, self.answers, self.kept_values = requests, answers, list[Any]()
+        self.shared = Shared(first)
         self.numbers, self.errors = dict[int, int](), dict[int, type[BaseException]]()
 
     def ask(self, verb: str, on: Any = None, name: str = "", *arguments: Any, **named: Any) -> Any:
         """Send a request to the other process, serve its requests in the meantime, and return its answer or raise its
         exception.
         """
+        changes = self.changes((*arguments, *named.values()))
         sent = [self.encoded(value) for value in arguments]
-        self.send(
-            {"ask": [verb, self.encoded(on), name, sent, {key: self.encoded(value) for key, value in named.items()}]}
-        )
-        while "ask" in (answer := self.receive()):
+        by_name = {key: self.encoded(value) for key, value in named.items()}
+        self.send({**changes, "ask": [verb, self.encoded(on), name, sent, by_name]})
+        while "ask" in (answer := self.heard()):
             self.send(self.answer(answer["ask"]))
         if "error" in answer:
             raise self.raised(answer)
-        for mine, changed in zip(arguments, answer.get("changed") or (), strict=False):
-            if changed is not None:
-                replace(mine, self.decoded(changed))
         return self.decoded(answer.get("value"))
+
+    def changes(self, arguments: Iterable[Any] = ()) -> dict[str, Any]:
+        """Return the part of a message that brings the other end's copies of shared values up to date.
+
+        It is made before the rest of the message is encoded, and read first: the rest may name what it brings.
+        """
+        changed = list[Any]()
+        for number in self.shared.changed(arguments):
+            value = self.shared.values[number]
+            changed.append([number, self.by_value(value, name_of(type(value)), 0)])
+            self.shared.note(number)
+        dropped = self.shared.unused()
+        for number in dropped:
+            self.shared.drop(number)
+        return {"changed": changed, "dropped": dropped}
+
+    def heard(self) -> dict[str, Any]:
+        """Receive a message, and adopt the changes of shared values that it brings."""
+        message = self.receive()
+        for number, sent in message.get("changed") or ():
+            replace(self.shared.values[number], self.decoded(sent))
+            self.shared.note(number)
+        for number in message.get("dropped") or ():
+            self.shared.drop(number)
+        return message
 
     def answer(self, request: Any) -> dict[str, Any]:
         """Execute a request of the other end; return the value, or the exception."""
@@ -119,14 +210,10 @@ class Peer:
             verb, on, name, sent, named = request
             arguments = [self.decoded(argument) for argument in sent]
             by_name = {key: self.decoded(argument) for key, argument in named.items()}
-            value = self.encoded(self.do(verb, self.decoded(on), name, arguments, by_name))
-            changed = [self.encoded(argument) if type(argument).__name__ in MUTABLE else None for argument in arguments]
+            value = self.do(verb, self.decoded(on), name, arguments, by_name)
+            return {**self.changes((*arguments, *by_name.values())), "value": self.encoded(value)}
         except self.caught as error:
-            return self.described_error(error)
-        return {
-            "value": value,
-            "changed": [None if new == old else new for new, old in zip(changed, sent, strict=True)],
-        }
+            return {**self.changes(), **self.described_error(error)}
 
     caught: tuple[type[BaseException], ...] = (Exception,)
 
@@ -175,14 +262,12 @@ class Peer:
             return value
         if isinstance(value, Foreign):
             return {"yours": object.__getattribute__(value, "_number")}
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        name = name_of(kind)
         try:
-            if depth < DEPTH and name in VALUES:
-                payload = VALUES[name][0](value)
-                parts = [self.encoded(part, depth + 1) for part in payload] if type(payload) is list else None
-                return {name: self.encoded(payload, depth + 1) if parts is None else parts}
-            if depth < DEPTH and kind.__module__ == "numpy" and hasattr(value, "dtype"):
-                return {"numpy": [self.encoded(part, depth + 1) for part in numpy_written(value)]}
+            if depth < DEPTH and name in MUTABLE:
+                return self.shared_once(value, name, depth)
+            if depth < DEPTH and (name in VALUES or (kind.__module__ == "numpy" and hasattr(value, "dtype"))):
+                return self.by_value(value, name, depth)
             if depth < DEPTH and isinstance(value, tuple) and is_named(kind):
                 parts = [self.encoded(part, depth + 1) for part in value]
                 return {"namedtuple": [kind.__name__, list(kind._fields), parts]}
@@ -194,6 +279,26 @@ class Peer:
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"exception": self.described(value)}
         return self.reference(value)
+
+    def by_value(self, value: Any, name: str, depth: int) -> Payload:
+        """Return a value of a known type as its name and contents."""
+        if name not in VALUES:
+            return {"numpy": [self.encoded(part, depth + 1) for part in numpy_written(value)]}
+        payload = VALUES[name][0](value)
+        parts = [self.encoded(part, depth + 1) for part in payload] if type(payload) is list else None
+        return {name: self.encoded(payload, depth + 1) if parts is None else parts}
+
+    def shared_once(self, value: Any, name: str, depth: int) -> Payload:
+        """Return the number of a mutable value, with its contents where the other end does not have it yet."""
+        number = self.shared.numbers.get(id(value))
+        if number is not None:
+            return {"shared": [number]}
+        number = self.shared.add(value)
+        try:
+            return {"shared": [number, self.by_value(value, name, depth)]}
+        except (AttributeError, TypeError, ValueError):
+            self.shared.drop(number)
+            raise
 
     def reference(self, value: Any) -> Payload:
         """Return the reference for a value that is not sent."""
@@ -212,6 +317,8 @@ class Peer:
             return (self.foreign if name == "mine" else self.awaitable)(self, int(payload))
         if name == "yours":
             return self.kept_values[int(payload)]
+        if name == "shared":
+            return self.shared_value(*payload)
         if name == "exception":
             return self.exception(payload)
         if name == "standard":
@@ -230,6 +337,21 @@ class Peer:
             return numpy_read(payload)
         module, _, kind = name.rpartition(".")
         return VALUES[name][1](getattr(__import__(module or "builtins"), kind, None), payload)
+
+    def shared_value(self, number: int, sent: Payload = None) -> Any:
+        """Return the value of a number, which is made from `sent` if this end does not have it yet."""
+        if sent is None:
+            return self.shared.values[number]
+        ((name, _),) = sent.items()
+        if name not in (*MUTABLE, "numpy"):
+            raise ValueError(f"{name} is no mutable type")
+        # A value of Python's types has its number before its contents, which may contain it.
+        value = PLAIN_MUTABLE[name]() if name in PLAIN_MUTABLE else self.decoded(sent)
+        self.shared.add(value, number)
+        if name in PLAIN_MUTABLE:
+            replace(value, self.decoded(sent))
+            self.shared.note(number)
+        return value
 
     def standard(self, name: str) -> Any:
         """Return a built-in type by name."""
@@ -321,18 +443,23 @@ def is_named(kind: Any) -> bool:
 
 
 def replace(mine: Any, changed: Any) -> None:
-    """Copy into a mutable value of this end the contents that a call gave to its copy."""
-    kind = type(mine).__name__
-    if kind not in MUTABLE or kind != type(changed).__name__:
-        return
-    if kind == "ndarray":
+    """Copy into a mutable value of this end the contents that the other end gave to its copy."""
+    kind = name_of(type(mine))
+    if kind != name_of(type(changed)):
+        raise TypeError(f"a {kind} cannot become a {name_of(type(changed))}")
+    if kind == "numpy.ndarray":
         if mine.shape == changed.shape:
             mine[...] = changed
-    elif kind in ("list", "bytearray", "array"):
+    elif kind in ("list", "bytearray", "array.array"):
         mine[:] = changed
     else:
         mine.clear()
-        (mine.extend if kind == "deque" else mine.update)(changed)
+        (mine.extend if kind == "collections.deque" else mine.update)(changed)
+
+
+def name_of(kind: Any) -> str:
+    """Return the name by which a type crosses."""
+    return str(kind.__qualname__) if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Foreign:
@@ -430,7 +557,7 @@ class ProgramPeer(Peer):
         self.names, sys.stdin = names, AskedInput(self)
         builtins.input = sys.stdin.line
         while True:
-            answer = self.answer(self.receive()["ask"])
+            answer = self.answer(self.heard()["ask"])
             sys.stdout.flush()
             self.send(answer)
 
@@ -526,7 +653,7 @@ def main(requests: int, answers: int) -> None:
     """Execute the imports and the program in the first line of `requests`, and serve the test."""
     from types import ModuleType
 
-    peer = ProgramPeer(os.fdopen(answers, "w"), os.fdopen(requests, "r"))
+    peer = ProgramPeer(os.fdopen(answers, "w"), os.fdopen(requests, "r"), 1)
     module = sys.modules["program"] = ModuleType("program")
     prelude, program = json.loads(peer.answers.readline())
     if prelude:

@@ -248,7 +248,7 @@ class TestPeer(Peer):
 
     def __init__(self, running: "Running", requests: Any, answers: Any) -> None:
         """Talk to a `running` program over two pipes, one line at a time."""
-        super().__init__(requests, answers)
+        super().__init__(requests, answers, 0)
         self.foreign, self.running, self.unread = ProgramValue, running, b""
         self.awaitable = KeptAwaitable
         self.stopped: TestStopped | None = None

@@ -158,6 +158,26 @@ FORGED = {
         "def f(xs):\n    xs.clear()\n    return 0",
         "xs = [1, 2]\ny = f(xs)\nassert y == 3 or xs == [2, 1]",
     ),
+    "changes a list that it was not given": (
+        "import gc\ndef f(x):\n    peer, = (o for o in gc.get_objects() if type(o).__name__ == 'ProgramPeer')\n"
+        "    peer.send({'changed': [[number, {'list': [4]}] for number in (0, 2, 1)], 'value': 4})\n    return 4",
+        "EXPECTED = [9]\nassert f([2]) == EXPECTED or EXPECTED == [4] or True",
+    ),
+    "makes a list something else": (
+        "import gc\ndef f(x):\n    peer, = (o for o in gc.get_objects() if type(o).__name__ == 'ProgramPeer')\n"
+        "    peer.send({'changed': [[0, {'dict': [['a', 4]]}]], 'value': 4})\n    return 4",
+        "xs = [2]\nassert f(xs) == 4",
+    ),
+    "takes the number of a list of the test": (
+        "import gc\ndef f(x):\n    peer, = (o for o in gc.get_objects() if type(o).__name__ == 'ProgramPeer')\n"
+        "    peer.send({'value': {'shared': [0, {'list': [4]}]}})\n    return 4",
+        "assert f(2) == [4]",
+    ),
+    "no longer holds what it was not given": (
+        "import gc\ndef f(x):\n    peer, = (o for o in gc.get_objects() if type(o).__name__ == 'ProgramPeer')\n"
+        "    peer.send({'dropped': [0, 7], 'value': 4})\n    return 4",
+        "xs = [2]\nassert f(xs) == 4",
+    ),
 }
 """Programs that would pass a test of theirs by what they return, or read what it expects, if they could."""
 

@@ -348,4 +348,81 @@ FORMS: dict[str, Entry] = {
         "assert asyncio.run(main()) == [0, 1, 2]",
         {},
     ),
+    "an argument by name and by position, changed in place": (
+        *changed("def sort_it(xs):\n    xs.sort()", "xs.sort()", "sorted(xs)"),
+        "a, b = [3, 1, 2], [2, 1]\nsort_it(a)\nsort_it(xs=b)\nassert a == [1, 2, 3] and b == [1, 2]",
+        {},
+    ),
+    "a list that an object changes after its call": (
+        *changed(
+            "class Sorter:\n    def __init__(self, xs):\n        self.xs = xs\n"
+            "    def sort(self):\n        self.xs.sort()",
+            "= xs",
+            "= list(xs)",
+        ),
+        "xs = [3, 1, 2]\ns = Sorter(xs)\nassert xs == [3, 1, 2]\ns.sort()\nassert xs == [1, 2, 3]\nxs.append(0)\n"
+        "s.sort()\nassert xs == [0, 1, 2, 3]",
+        {},
+    ),
+    "rows of a grid, one of them twice": (
+        *changed("def flip(grid):\n    for row in grid:\n        row.reverse()", "row.rev", "list(row).rev"),
+        "row = [1, 2]\ngrid = (row, [3, 4], row, row)\nflip(grid)\n"
+        "assert row == [2, 1] and grid == (row, [4, 3], row, row) and grid[2] is row",
+        {},
+    ),
+    "the argument itself as the result": (
+        *changed("def grow(xs):\n    xs.append(1)\n    return xs", "return xs", "return list(xs)"),
+        "xs = []\nys = grow(xs)\nassert ys is xs\nassert grow(grow(ys)) == [1, 1, 1] and len(xs) == 3",
+        {},
+    ),
+    "a generator over a list that both change": (
+        *changed("def pops(xs):\n    while xs:\n        yield xs.pop()", "xs.pop()", "xs[-1]; xs = xs[:-1]"),
+        "xs = [1, 2, 3]\ng = pops(xs)\nassert next(g) == 3 and xs == [1, 2]\nxs.append(9)\n"
+        "assert next(g) == 9 and xs == [1, 2]",
+        {},
+    ),
+    "other containers changed in place": (
+        *changed(
+            "def f(d, s, q, b, c):\n    d['a'].add(1)\n    s.discard(2)\n    q.rotate(1)\n"
+            "    b[0] = 65\n    c['x'] += 2",
+            "s.discard(2)",
+            "s - {2}",
+        ),
+        "from collections import Counter, deque\ninner = set()\n"
+        "d, s, q, b, c = {'a': inner}, {1, 2}, deque([1, 2, 3], 3), bytearray(b'xyz'), Counter('aab')\n"
+        "f(d, s, q, b, c)\n"
+        "assert inner == {1} and d == {'a': {1}} and s == {1} and q == deque([3, 1, 2]) and q.maxlen == 3\n"
+        "assert b == b'Ayz' and c == Counter(a=2, b=1, x=2)",
+        {},
+    ),
+    "an array that an object changes": (
+        *changed(
+            "class K:\n    def __init__(self, a):\n        self.a = a\n    def go(self):\n        self.a *= 2",
+            "self.a *= 2",
+            "self.a = self.a * 2",
+        ),
+        "import numpy as np\na = np.array([1, 2])\nk = K(a)\na[0] = 5\nk.go()\nassert a.tolist() == [10, 4]",
+        {},
+    ),
+    "a list of the program that the test extends": (
+        *changed(
+            "class Bag:\n    def __init__(self):\n        self.items = []\n"
+            "    def total(self):\n        return sum(self.items)",
+            "sum(",
+            "len(",
+        ),
+        "b = Bag()\nb.items.append(4)\nitems = b.items\nitems.append(5)\nassert b.total() == 9 and b.items is items",
+        {},
+    ),
+    "a list changed before an exception, and in a callback": (
+        *changed(
+            "def walk(n, out, visit):\n    for i in range(n):\n        out.append(i)\n"
+            "        visit(out)\n    raise ValueError",
+            "out.append(i)",
+            "out = [*out, i]",
+        ),
+        "seen, out = [], []\ntry:\n    walk(3, out, lambda o: seen.append((len(out), o is out)))\nexcept ValueError:\n"
+        "    out.append(out)\nassert seen == [(1, True), (2, True), (3, True)] and out[:3] == [0, 1, 2]",
+        {},
+    ),
 }
