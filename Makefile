@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 3
 # What pip installs is compiled when it is first imported: most of it never is.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo demo-smollm2 test compiled same docs models vllm vllm-images torchtitan environments trackers lint format soak chaos bench gpu clean
+.PHONY: demo demo-smollm2 test compiled same docs models vllm vllm-images torchtitan environments agents trackers lint format soak chaos bench gpu clean
 
 # Two processes unpack the pinned packages, half of them each; whatever they cannot install is left to the last one.
 .venv/installed: pyproject.toml constraints.txt
@@ -76,6 +76,18 @@ build/environments-venv/installed: environments-requirements.txt | .venv/install
 	  $$(build/environments-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
 	build/environments-venv/bin/pip $(INSTALL) -r environments-requirements.txt
 	build/environments-venv/bin/pip $(INSTALL) --no-deps openenv==0.10.0
+	touch $@
+
+# harbor and mini-swe-agent, which need Python 3.12: `make agents PYTHON312=python3.13` names another interpreter. Modules are
+# compiled here, because a sandbox cannot write what it compiles.
+PYTHON312 ?= $(shell command -v python3.12 || command -v python3.13)
+agents: build/agents-venv/installed
+
+build/agents-venv/installed: agents-requirements.txt
+	test -n "$(PYTHON312)" || { echo "make agents needs Python 3.12 or later: make agents PYTHON312=python3.12"; exit 1; }
+	test -x build/agents-venv/bin/python || $(PYTHON312) -m venv build/agents-venv
+	build/agents-venv/bin/pip $(INSTALL) -r agents-requirements.txt
+	LITELLM_LOCAL_MODEL_COST_MAP=true build/agents-venv/bin/python -c "import harbor.trial.single_step, litellm, minisweagent"
 	touch $@
 
 # vLLM for CPUs, in an environment of its own on top of .venv: its version pins affect nothing else, and torch is not installed twice.

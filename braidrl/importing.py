@@ -165,13 +165,16 @@ def import_function(name: str, type: Any = Callable) -> Any:
 def relative_to(folder: Path, name: str) -> str:
     """Return `file.py:function` with an absolute path if the file is in `folder`; any other name is unchanged.
 
-    The same holds for `agent:file.py:function`, `verifiers:file.py`, and the files of a command such as `mcp:python
-    server.py`.
+    The same holds for `agent:file.py:function`, `verifiers:file.py`, the folder of `harbor:folder`, and the files of a
+    command such as `mcp:python server.py`.
     """
     if name.startswith("agent:"):
         return "agent:" + relative_to(folder, name.removeprefix("agent:"))
     if name.startswith("verifiers:"):
         return "verifiers:" + relative_to(folder, name.removeprefix("verifiers:") + ":").removesuffix(":")
+    if name.startswith("harbor:"):
+        tasks = folder / name.removeprefix("harbor:")
+        return f"harbor:{tasks.resolve()}" if tasks.is_dir() else name
     if name.startswith("mcp:") and not name.startswith(("mcp:http://", "mcp:https://")):
         with suppress(ValueError):  # unbalanced quotes are refused when the server starts
             words = shlex.split(name.removeprefix("mcp:"))

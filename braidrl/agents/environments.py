@@ -9,8 +9,8 @@
 `openenv:address`   an environment of an OpenEnv server
 `textarena:name`    a game of textarena, of one player or of several roles
 
-`agent:module:function` is a whole agent, not an environment; see `player`. So is `verifiers:name`, an environment with
-its own loop.
+`agent:module:function` is a whole agent, not an environment; see `player`. So are `verifiers:name` and `harbor:folder`,
+environments with their own loop.
 
 In a process of the sandbox, an environment or agent answers requests:
 

@@ -1,5 +1,5 @@
 """Environments of other libraries: games of gem-llm and textarena, tools of an MCP server, environments of an OpenEnv
-server, and environments of `verifiers`, which run their own loop.
+server, and those of `verifiers` and tasks of `harbor`, which run their own loop.
 
 Each library is a value of `LIBRARIES`. `environments` looks a name's scheme up there, and calls its `find` with the
 rest of the name and the settings, if the library is installed. `find` imports the library: the processes of
@@ -32,12 +32,15 @@ from typing import Any
 from braidrl.agents.tool_turns import ToolTurns
 from braidrl.agents.turns import Context, Observation
 from braidrl.errors import UserError, suggest
+from braidrl.importing import source_of
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
 
 HTTP, WEBSOCKET = ("http://", "https://"), ("ws://", "wss://")
 NOT_SAID = ("metadata",)
 """Fields of an OpenEnv observation that are not for the model."""
+CONTAINER = tuple(map(Path, ("/app", "/logs", "/solution", "/tests")))
+"""Folders of a container that harbor and its tasks use."""
 RANDOM_LOCK = threading.Lock()
 
 
@@ -359,6 +362,51 @@ def verifiers(
     return TaskSets(name, harness, settings)
 
 
+def harbor(
+    folder: str, /, *, agent: str | Mapping[str, Any] = "terminus-2", environment: Mapping[str, Any] | None = None
+) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
+    """Return a function that plays a row as a trial of harbor against the endpoint, as an agent does. Raises UserError
+    if `folder` has no tasks.
+
+    A row plays the task with its group's number. `agent` is harbor's name, a class `file.py:Class`, or harbor's
+    settings of an agent; `environment` are harbor's settings of an environment, and without any the trajectory's
+    sandbox is the environment.
+    """
+    # Imported here: it is installed in a separate environment, and takes seconds to import.
+    from braidrl.agents.harbor_tasks import Trials
+
+    return Trials(Path(folder), agent, environment or {})
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the processes of an environment see beside their interpreter's packages."""
+
+    file: Path | None = None
+    """The user's code."""
+    private: tuple[Path, ...] = ()
+    """Folders that each trajectory gets empty; those that exist are read while the environment is imported."""
+
+
+def command_sources(command: str, params: Mapping[str, Any]) -> Sources:
+    """Return the first file in a server's command."""
+    words = map(Path, shlex.split(command))
+    return Sources(next((word.resolve() for word in words if word.is_file()), None))
+
+
+def taskset_sources(name: str, params: Mapping[str, Any]) -> Sources:
+    """Return the file of a taskset of verifiers."""
+    return Sources(source_of(f"{name}:"))
+
+
+def harbor_sources(folder: str, params: Mapping[str, Any]) -> Sources:
+    """Return the folder of tasks, the file of an agent, and the folders of a container that harbor uses."""
+    agent = params.get("agent", "")
+    file = source_of(agent if isinstance(agent, str) else str(agent.get("name")))
+    container = () if params.get("environment") else CONTAINER
+    return Sources(file, (Path(folder).resolve(), *container))
+
+
 @dataclass(frozen=True)
 class Library:
     """A library of environments."""
@@ -371,6 +419,8 @@ class Library:
     install: str
     is_agent: bool = False
     """Its environments have their own loop, and play against the endpoint."""
+    sources: Callable[[str, Mapping[str, Any]], Sources] = lambda name, params: Sources()
+    """Returns what the processes of an environment see, given its name and settings."""
 
     def check(self, name: str) -> None:
         """Raise UserError if the library of this environment is not installed."""
@@ -382,11 +432,24 @@ class Library:
 COLLIDES = ", where versions collide into an environment of its own, whose interpreter is rollout.environment.python"
 LIBRARIES = {
     "gem": Library(gem, "gem", "gem-llm", "`pip install 'braidrl[gem]'`"),
-    "mcp": Library(mcp, "mcp", "mcp", "`pip install 'braidrl[mcp]'`"),
+    "harbor": Library(
+        harbor,
+        "harbor",
+        "harbor",
+        f"`pip install harbor` for Python 3.12 or later{COLLIDES}",
+        is_agent=True,
+        sources=harbor_sources,
+    ),
+    "mcp": Library(mcp, "mcp", "mcp", "`pip install 'braidrl[mcp]'`", sources=command_sources),
     "openenv": Library(openenv, "openenv", "openenv", f"`pip install openenv`{COLLIDES}"),
     "textarena": Library(textarena, "textarena", "textarena", "`pip install textarena`"),
     "verifiers": Library(
-        verifiers, "verifiers.v1", "verifiers", f"`pip install 'verifiers>=0.4'`{COLLIDES}", is_agent=True
+        verifiers,
+        "verifiers.v1",
+        "verifiers",
+        f"`pip install 'verifiers>=0.4'`{COLLIDES}",
+        is_agent=True,
+        sources=taskset_sources,
     ),
 }
 """The libraries by scheme, the beginning of a name such as `gem:game:GuessTheNumber-v0-easy`."""

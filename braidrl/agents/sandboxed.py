@@ -7,7 +7,6 @@ An answer that is not plain data of the right form is a failure of the environme
 """
 
 import json
-import shlex
 import socket
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.agents.environments import AGENT, AGENTS, Environment, environments, in_thread
+from braidrl.agents.libraries import LIBRARIES, Sources
 from braidrl.agents.turns import EnvironmentFailed, Observation
 from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError
@@ -124,15 +124,13 @@ class EnvironmentHosts:
         """Return the process that has imported an environment or agent; start it if it is not running."""
         settings, agent = self.settings, name.startswith(AGENTS)
         prefix = AGENT if name.startswith(AGENT) else ""
-        relative_name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
+        code_name = relative_to(Path.cwd(), name.removeprefix(prefix))
+        relative_name = prefix + code_name
         with self._lock:
             if name not in self._hosts:
-                # The code is that of `module:name`, of `file.py:name`, or the first file in a server's command.
-                if relative_name.startswith("mcp:"):
-                    words = map(Path, shlex.split(relative_name.removeprefix("mcp:")))
-                    file = next((word.resolve() for word in words if word.is_file()), None)
-                else:
-                    file = source_of(relative_name.removeprefix(prefix))
+                scheme, _, rest = relative_name.partition(":")
+                library = LIBRARIES.get(scheme)
+                sources = library.sources(rest, settings.params) if library else Sources(source_of(code_name))
                 hosted = HostedCode(
                     "environment",
                     "braidrl.agents.environments:answerer",
@@ -144,7 +142,8 @@ class EnvironmentHosts:
                     seconds=settings.timeout_s,
                     answers=1 if agent else settings.max_turns + len(("make", "reset", "close")),
                     answer_bytes=ANSWER_BYTES,
-                    file=file,
+                    file=sources.file,
+                    private=sources.private,
                     agent=agent,
                 )
                 self._hosts[name] = CodeHost(hosted)

@@ -149,7 +149,7 @@ class ClusterConfig(Section):
     """Seconds without a message from a worker after which the run ends."""
 
 
-LIBRARIES = ("agent", "gem", "mcp", "openenv", "textarena", "verifiers")
+LIBRARIES = ("agent", "gem", "harbor", "mcp", "openenv", "textarena", "verifiers")
 """Keys of `rollout.environment` that name an environment of a library, or an agent."""
 
 
@@ -158,10 +158,10 @@ class EnvironmentConfig(SandboxConfig):
 
     short_for = {str: "name"}
     name: str | None = None
-    """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `textarena:name`,
-    `verifiers:name` or `agent:module:function`, for generate stages that do not name one. It gives the score and the
-    reward; the flow's `verify` is then omitted. `{gem: name}` is the same as `{name: "gem:name"}`, and so for each
-    library and `agent`.
+    """`module:Class`, `module:function`, `gem:name`, `harbor:folder`, `mcp:server`, `openenv:address`,
+    `textarena:name`, `verifiers:name` or `agent:module:function`, for generate stages that do not name one. It gives
+    the score and the reward; the flow's `verify` is then omitted. `{gem: name}` is the same as `{name: "gem:name"}`,
+    and so for each library and `agent`.
     """
     params: dict[str, Any] = {}
     """Keyword arguments for it."""
@@ -225,9 +225,15 @@ class EnvironmentConfig(SandboxConfig):
 
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":
-        if self.episode_timeout_s is not None and (self.name or "").startswith(("agent:", "verifiers:")):
+        if self.episode_timeout_s is not None and (self.name or "").startswith(("agent:", "harbor:", "verifiers:")):
             raise ValueError(
                 "timeout_s limits the whole trajectory of an agent; write it in place of episode_timeout_s"
+            )
+        in_walls = self.sandbox == "bubblewrap" or self.params.get("environment")
+        if (self.name or "").startswith("harbor:") and not in_walls:
+            raise ValueError(
+                "tasks of harbor work in folders such as /app, which only sandbox=bubblewrap makes; write it, or name "
+                "one of harbor's environments in params.environment"
             )
         if self.python is not None and self.sandbox == "none":
             raise ValueError("python is the interpreter of processes, which sandbox=none does not have; remove one")

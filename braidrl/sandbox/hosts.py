@@ -157,6 +157,8 @@ class HostedCode:
     """Maximum size of an answer, in bytes."""
     file: Path | None = None
     """The user's code."""
+    private: Sequence[Path] = ()
+    """Folders that each session gets empty; those that exist are read while the code is imported."""
     agent: bool = False
     """True if it calls an endpoint over the host's network."""
     trusted: bool = False
@@ -176,9 +178,10 @@ class CodeHost:
         self.limits = SandboxLimits(
             seconds, seconds * hosted.answers, memory, settings.max_processes, hosted.answer_bytes
         )
-        self.python = shutil.which(hosted.python or sys.executable)
-        if self.python is None:
+        python = shutil.which(hosted.python or sys.executable)
+        if python is None:
             raise UserError(f"{key}.python: {hosted.python} is not an interpreter that can be run")
+        self.python = os.path.abspath(python)  # a strict sandbox has another current folder
         check_walls(key, settings)
         self.code = CodeFiles.of_folder(hosted.file) if self.isolated else CodeFiles()
         self.loaded, self.sessions = set[Any](), set[HostSession]()
@@ -186,12 +189,11 @@ class CodeHost:
         self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False
 
     def _spawned(self) -> Spawned:
-        assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.hosted.variables)
         limits = self.limits if self.isolated else None
         environment, wrapper, descriptors = dict[str, str](), list[str](), list[int]()
         if limits is not None and not walls_missing(self.strict):
-            wrapper, descriptors, fresh, kept = view(self.strict, self.python, self.code)
+            wrapper, descriptors, fresh, kept = view(self.strict, self.python, self.code, self.hosted.private)
             limits = replace(self.limits, fresh=fresh, kept=kept, network=self.hosted.agent or not self.strict)
         # Models' programs run only in the strict sandbox, or if the user insists.
         if (self.strict and wrapper) or self.settings.run_programs_without_walls:

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,8 +106,13 @@ def python_places(python: str = sys.executable) -> set[Path]:
     } - {Path("/"), Path("/usr")}
 
 
-def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[int], list[str], list[str]]:
+def view(
+    strict: bool, python: str, code: CodeFiles, private: Sequence[Path] = ()
+) -> tuple[list[str], list[int], list[str], list[str]]:
     """Return the file system of a process with the interpreter `python`.
+
+    Each call gets the folders `private` empty. The process itself reads those that exist; others only a strict sandbox
+    can make.
 
     That is the command that starts it there, in-memory files that the command reads, folders that are private to each
     call, and paths below these that stay visible.
@@ -114,7 +120,7 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
     fresh = [Path(path).resolve() for path in FRESH if os.path.isdir(path)]
     fresh += [Path.home().resolve()] if strict else []
     hidden = {*fresh, *map(Path, HIDDEN)}
-    needed = python_places(python) | ({code.folder} if code.folder else set())
+    needed = python_places(python) | ({code.folder} if code.folder else set()) | set(private)
     if not strict:
         needed |= {Path.cwd(), *(Path(path).resolve() for path in sys.path if path)}
     # A folder that must be fresh or hidden cannot be mounted: its code is mounted file by file.
@@ -129,6 +135,8 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
         if path == TEMPORARY:
             command += ["--size", str(IMPORT_BYTES)]
         command += ["--dir" if path == Path("/dev/shm") else "--tmpfs", str(path)]
+    for path in (path for path in private if not path.exists()):
+        command += ["--dir", str(path)]
     for path in mount_points:
         command += ["--ro-bind", str(path), str(path)]
     removed = [code.folder] if code.folder and code.folder in shown and not all(file.exists() for file in files) else []
@@ -142,7 +150,8 @@ def view(strict: bool, python: str, code: CodeFiles) -> tuple[list[str], list[in
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     command += ["--chdir", "/"] if strict else []
-    visible = [p for p in sorted({*mount_points, *files}) if any(p.is_relative_to(folder) for folder in fresh)]
+    fresh += [path for path in private if not any(path.is_relative_to(folder) for folder in fresh)]
+    visible = [p for p in sorted({*mount_points, *files} - set(private)) if any(map(p.is_relative_to, fresh))]
     visible = [p for p in visible if not any(p != parent and p.is_relative_to(parent) for parent in visible)]
     return command, descriptors, [*map(str, fresh)], [*map(str, visible)]
 

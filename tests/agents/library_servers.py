@@ -15,14 +15,16 @@ import pytest
 
 from tests.tiny import ROOT, free_port
 
-OPENENV, VERIFIERS = (ROOT / "build" / f"{name}-venv" / "bin" / "python" for name in ("environments", "verifiers"))
-"""Interpreters of the environments that `make environments` installs."""
+OPENENV, VERIFIERS, AGENTS = (
+    ROOT / "build" / f"{name}-venv" / "bin" / "python" for name in ("environments", "verifiers", "agents")
+)
+"""Interpreters of the environments that `make environments` and `make agents` install."""
 
 
 def need(python: Path) -> None:
     """Skip the test where the library of this interpreter is not installed."""
     if not python.parents[1].joinpath("installed").exists():
-        pytest.skip(f"make environments has not made {python.parents[1].name}")
+        pytest.skip(f"neither make environments nor make agents has made {python.parents[1].name}")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.run import train
 from examples.turn_credit import demo as turn_credit
+from tests.agents.library_servers import AGENTS, need
 from tests.cases import soak_but
 from tests.tiny import braid
 
@@ -24,6 +25,7 @@ FILES = {
     "guess_number": ("games.jsonl", "games.jsonl", "games", "model"),
     "tool_arithmetic": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
     "outside_agent": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
+    "coding_agent": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
     "summaries": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
 }
 """Return training data, held-out data, its name, and the model that `prepare` writes."""
@@ -50,6 +52,7 @@ def two_steps(name: str, folder: Path) -> list[Rows]:
             "evaluation.max_prompts=4",
             "threads=1",
             f"rollout.environment.name={environment_of(name)}",
+            *([f"rollout.environment.python={AGENTS}"] if name == "coding_agent" else []),
         ],
     )
     run = train(config)
@@ -72,6 +75,8 @@ def environment_of(name: str) -> str:
 def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str, tmp_path: Path) -> None:
     if name == "guess_number" and importlib.util.find_spec("gem") is None:
         pytest.skip("gem-llm is not installed")
+    if name == "coding_agent":
+        need(AGENTS)
     for rows in two_steps(name, tmp_path / name):
         assert len(rows) == 16
         assert (rows["action_tokens"] > 0).all()
