@@ -60,7 +60,7 @@ same: .venv/installed
 	$(BIN)/python tools/same.py $(AGAINST) --only "$(ONLY)"
 
 # Libraries of environments whose versions collide with others', in environments of their own on top of .venv. openenv's page for
-# browsers (gradio) and its judges (openai) are left out.
+# browsers (gradio) and its judges (openai) are left out. What rows' programs import is compiled here: a sandbox cannot write it.
 environments: build/environments-venv/installed build/verifiers-venv/installed
 
 build/verifiers-venv/installed: verifiers-requirements.txt | .venv/installed
@@ -68,6 +68,7 @@ build/verifiers-venv/installed: verifiers-requirements.txt | .venv/installed
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  $$(build/verifiers-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
 	build/verifiers-venv/bin/pip $(INSTALL) -r verifiers-requirements.txt
+	build/verifiers-venv/bin/python -c "import mcp.client.streamable_http, openai, verifiers.v1.harnesses.null, verifiers.v1.mcp.server"
 	touch $@
 
 build/environments-venv/installed: environments-requirements.txt | .venv/installed
@@ -78,8 +79,7 @@ build/environments-venv/installed: environments-requirements.txt | .venv/install
 	build/environments-venv/bin/pip $(INSTALL) --no-deps openenv==0.10.0
 	touch $@
 
-# harbor and mini-swe-agent, which need Python 3.12: `make agents PYTHON312=python3.13` names another interpreter. Modules are
-# compiled here, because a sandbox cannot write what it compiles.
+# harbor and mini-swe-agent; harbor needs Python 3.12: `make agents PYTHON312=python3.13` names another interpreter.
 PYTHON312 ?= $(shell command -v python3.12 || command -v python3.13)
 agents: build/agents-venv/installed
 
