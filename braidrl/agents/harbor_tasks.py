@@ -165,7 +165,7 @@ class Trials:
         trial = await Trial.create(config)
 
         async def hide(event: TrialHookEvent) -> None:
-            for name in HIDDEN if self._agent.name != "oracle" else ():
+            for name in HIDDEN:
                 shutil.rmtree(task / name, ignore_errors=True)
 
         async def show(event: TrialHookEvent) -> None:

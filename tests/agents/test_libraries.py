@@ -177,7 +177,7 @@ def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp
 def test_a_taskset_is_played_in_the_environment_that_it_brings() -> None:
     need(VERIFIERS)
     name = f"verifiers:{Path(__file__).with_name('verifiers_game.py')}"
-    hosts = EnvironmentHosts(EnvironmentConfig(name=name, python=VERIFIERS, timeout_s=60))
+    hosts = EnvironmentHosts(EnvironmentConfig(name=name, python=VERIFIERS, timeout_s=60, sandbox="bubblewrap"))
     tokenizer = make_chat_tokenizer("chatml")
     script, template = Script(tokenizer, ["ab", "ba"]), turn_template(tokenizer)
 
