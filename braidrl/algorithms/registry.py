@@ -23,7 +23,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 ScopeName = Literal["row", "group", "batch"]
 DENOMINATORS = ("tokens", "rows", "groups")
@@ -147,27 +147,11 @@ class Registry(dict[str, Entry]):
             raise ValueError(f"a denominator is one of {', '.join(DENOMINATORS)}, not {denominator!r}")
 
         def add(function: F) -> F:
-            title, reads, optional, required = name or function.__name__, list[str](), list[str](), list[str]()
-            settings: dict[str, Any] = {}
-            for parameter in inspect.signature(function).parameters.values():
-                has_default = parameter.default is not inspect.Parameter.empty
-                if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-                    (optional if has_default else reads).append(parameter.name)
-                elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-                    raise ValueError(
-                        f"{title}: columns are plain parameters and settings keyword-only, not {parameter}"
-                    )
-                elif parameter.name not in ("totals", "state"):
-                    settings[parameter.name] = parameter.default if has_default else None
-                    if not has_default:
-                        required.append(parameter.name)
+            title = name or function.__name__
             entry = Entry(
                 title,
                 function,
-                tuple(reads),
-                tuple(optional),
-                settings,
-                tuple(required),
+                *parameters_of(title, function),
                 tuple(writes),
                 scope,
                 sums,
@@ -194,6 +178,36 @@ class Registry(dict[str, Entry]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self.keys()))
+
+
+class FunctionParameters(NamedTuple):
+    """What the parameters of a registered function say."""
+
+    reads: tuple[str, ...]
+    """Columns that it needs."""
+    optional: tuple[str, ...]
+    """Columns that it also takes."""
+    settings: dict[str, Any]
+    """Values of its settings by default, None for a required one."""
+    required: tuple[str, ...]
+
+
+def parameters_of(title: str, function: Callable[..., Any]) -> FunctionParameters:
+    """Sort the parameters of a function: columns are plain, settings are keyword-only.
+
+    Raises ValueError for a parameter of another kind.
+    """
+    reads, optional, settings, required = list[str](), list[str](), dict[str, Any](), list[str]()
+    for parameter in inspect.signature(function).parameters.values():
+        has_default = parameter.default is not inspect.Parameter.empty
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            (optional if has_default else reads).append(parameter.name)
+        elif parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            raise ValueError(f"{title}: columns are plain parameters and settings keyword-only, not {parameter}")
+        elif parameter.name not in ("totals", "state"):
+            settings[parameter.name] = parameter.default if has_default else None
+            required += [] if has_default else [parameter.name]
+    return FunctionParameters(tuple(reads), tuple(optional), settings, tuple(required))
 
 
 def is_number(value: object) -> bool:

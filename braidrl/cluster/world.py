@@ -5,9 +5,10 @@ gather_columns  the columns of all ranks' rows, on every rank  (index columns: a
 reduce      one combination of all ranks' messages, on every rank   (metric sums)
 exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
-rounds      sums and a minimum over all ranks, repeated while each works
 mail        single messages between two ranks, in the store
-regroup     new process groups of the remaining members, or of more
+regroup     new process groups of the remaining members, or of more  (`elastic`)
+
+Sums that are repeated while each rank works are in `rounds`.
 
 Each wait has a limit. A thread of each rank sends its location once a second (`locations`); after a timeout the others
 read in the store which ranks are missing.
@@ -29,29 +30,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from braidrl.cluster.child import exit_now
 from braidrl.cluster.devices import visible_devices
+from braidrl.cluster.elastic import Elastic, Meeting
 from braidrl.cluster.locations import Location, Locations, known_locations, write
-from braidrl.cluster.membership import (
-    Membership,
-    isolated_rows,
-    newest,
-    note_work,
-    propose,
-    wait_to_join,
-    waiting,
-)
+from braidrl.cluster.membership import Membership, isolated_rows
 from braidrl.cluster.peers import Peers
-from braidrl.cluster.process_groups import (
-    abort_groups,
-    destroy_groups,
-    has_message,
-    join_group,
-    put_message,
-)
+from braidrl.cluster.process_groups import abort_groups, destroy_groups, join_group
 from braidrl.cluster.row_deaths import Isolated
 from braidrl.data.identity import Uid
 from braidrl.data.messages import pack_message, unpack_message
@@ -59,209 +45,10 @@ from braidrl.data.rows import named_rows
 from braidrl.errors import LostPeers, causes, first_line
 from braidrl.observe.stalls import WORK
 
-WAITING_LOOK_S = 0.2
-"""Seconds between two looks of a process that waits to become a member."""
-STUCK_S = 20.0
-"""Seconds in which a rank that waits in outdated groups has to notice."""
-LOOK_S, JOIN_LIMIT_S, NEWER_LIMIT_S = 0.02, 30.0, 15.0
-"""Seconds between two looks at the membership, in which a group is made, and in which a loss leads to a new one."""
-ROUND_EVERY_S = 0.05
-"""Seconds between the rounds that a rank joins while it works."""
+NEWER_LIMIT_S = 15.0
+"""Seconds in which a loss leads to a new membership."""
 LOCATE_EVERY_S = 1.0
 """Seconds between the locations that a rank tells."""
-NOTHING_LEFT = 2**62
-"""The minimum of ranks without a number."""
-
-
-@dataclass(frozen=True)
-class RoundTotals:
-    """The totals of a round: the minimum and the sums of all ranks' numbers, and the number of ranks still working."""
-
-    least: int
-    sums: tuple[int, ...]
-    working: int
-
-
-class Rounds:
-    """Sums and a minimum over all ranks, one round after another, while each rank works at its own pace.
-
-    A round ends when every rank has joined it. It is an all-reduce of a few numbers: its cost grows with the logarithm
-    of the ranks. No other collective may be called on the world's group until `leave` has returned.
-    """
-
-    def __init__(self, world: "World") -> None:
-        self.world = world
-        self.totals: RoundTotals | None = None
-        """The totals of the last round."""
-        self._works: list[dist.Work] = []
-        self._sums, self._least = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        self._next = 0.0
-
-    def ended(self, wait: bool = False) -> RoundTotals | None:
-        """Return the totals of this rank's round; None if it has not ended or none runs. `wait` waits for its end.
-
-        The next round is joined after its totals are known, so that all ranks join it with the same knowledge.
-        """
-        if not self._works or not (wait or all(work.is_completed() for work in self._works)):
-            return None
-        return self._end()
-
-    def join(self, least: int, sums: Sequence[int]) -> None:
-        """Join the next round when it is due, unless this rank is in one."""
-        if not self._works and (now := time.monotonic()) >= self._next:
-            self._next = now + ROUND_EVERY_S
-            self._begin(least, [*sums, 1])
-
-    def wait(self, least: int, sums: Sequence[int], working: bool = True) -> RoundTotals:
-        """Join the next round, and wait for its totals."""
-        self._begin(least, [*sums, int(working)])
-        return self._end()
-
-    def leave(self, least: int, sums: Sequence[int]) -> RoundTotals | None:
-        """Join the next round as a rank whose work has ended; return its totals, or None after the last round."""
-        if self.totals is not None and not self.totals.working:
-            return None
-        return self.wait(least, sums, working=False)
-
-    def _begin(self, least: int, sums: Sequence[int]) -> None:
-        self._sums, self._least = torch.tensor(sums), torch.tensor([least])
-        for tensor, operation in ((self._sums, dist.ReduceOp.SUM), (self._least, dist.ReduceOp.MIN)):
-            work = dist.all_reduce(tensor, operation, group=self.world.group, async_op=True)
-            assert work is not None
-            self._works.append(work)
-
-    def _end(self) -> RoundTotals:
-        # A work object kept after a failure would keep the group's connections, for which another rank may wait.
-        works, self._works = self._works, []
-        with self.world.meeting("a round of all ranks"):
-            for work in works:
-                work.wait()
-        *sums, working = self._sums.tolist()
-        self.totals = RoundTotals(int(self._least), tuple(sums), working)
-        return self.totals
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """The store at which ranks meet, and the arguments of `join_group`."""
-
-    store: dist.Store
-    limit_s: float
-    cuda: bool
-    host: str
-
-
-class Elastic:
-    """A rank's membership, which changes."""
-
-    def __init__(self, meeting: Meeting, member: str, membership: Membership) -> None:
-        self.meeting, self.member, self.membership = meeting, member, membership
-        self.in_work: tuple[Uid, ...] = ()
-        """The rows with which this rank may end."""
-        self._outdated_at: float | None = None
-        self.lock = threading.Lock()
-        """Held while groups are made, or ended by another thread."""
-
-    @property
-    def newest(self) -> Membership:
-        """Return the newest membership."""
-        return newest(self.meeting.store, self.membership)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Return True if there is a newer membership than this rank's."""
-        return self.newest.number > self.membership.number
-
-    def wait_for_newer(self, limit_s: float) -> bool:
-        """Wait until there is a newer membership than this rank's; return False after the limit."""
-        limit = time.monotonic() + limit_s
-        while not self.is_outdated:
-            if time.monotonic() > limit:
-                return False
-            time.sleep(LOOK_S)
-        return True
-
-    def wait_until_member(self) -> None:
-        """Wait, as long as this process lives, until it is a member."""
-        wait_to_join(self.meeting.store, self.member)
-        while self.member not in self.newest.members:
-            time.sleep(WAITING_LOOK_S)
-
-    def leave_outdated_groups(self, is_waiting: bool, newest: int) -> None:
-        """End this process's collectives in groups older than the newest membership: a lost rank never joins them.
-
-        A process that still waits after a time limit ends and counts as lost, so that the others need not wait for it.
-        """
-        if not self.lock.acquire(blocking=False):
-            # Groups are being made, and this thread may be the machine's speaker.
-            return
-        try:
-            if not dist.is_initialized() or newest <= self.membership.number:
-                self._outdated_at = None
-                return
-            abort_groups()
-        finally:
-            self.lock.release()
-        now = time.monotonic()
-        self._outdated_at = self._outdated_at or now
-        if is_waiting and now - self._outdated_at > STUCK_S:
-            exit_now()
-
-    def waiting(self) -> list[str]:
-        """Return the processes that wait to become members."""
-        return waiting(self.meeting.store, self.newest)
-
-    def wait_for_waiting(self) -> list[str]:
-        """Wait until there are processes that wait to become members, and return them."""
-        limit = time.monotonic() + self.meeting.limit_s
-        while not (came := self.waiting()):
-            if time.monotonic() > limit:
-                raise LostPeers(f"waited {self.meeting.limit_s:g} s for a lost rank to come back")
-            time.sleep(WAITING_LOOK_S)
-        return came
-
-    def work_on(self, rows: Sequence[Uid]) -> None:
-        """Record the rows that this rank works on from now on."""
-        self.in_work = tuple(rows)
-        note_work(self.meeting.store, self.member, self.in_work)
-
-    def add(self, members: Sequence[str]) -> None:
-        """Propose a membership with more members."""
-        propose(self.meeting.store, membership := self.newest, [*membership.members, *members])
-
-    def join(self) -> dist.ProcessGroup:
-        """Join the group of the newest membership when all of its members have arrived, and return it.
-
-        Raises LostPeers if this process is not a member, or for members that do not arrive.
-        """
-        limit_s = self.meeting.limit_s
-        limit = time.monotonic() + limit_s
-        while True:
-            self.membership = membership = self.newest
-            if self.member not in membership.members:
-                raise LostPeers(f"process {self.member} is no longer a member")
-            store = dist.PrefixStore(str(membership.number), self.meeting.store)
-            put_message(store, f"here/{self.member}")
-            keys = [f"here/{member}" for member in membership.members]
-            while not (is_whole := has_message(store, *keys)) and not self.is_outdated:
-                if time.monotonic() > limit:
-                    late = [member for member in membership.members if not has_message(store, f"here/{member}")]
-                    raise LostPeers(f"waited {limit_s:g} s for ranks {', '.join(late)} to join")
-                time.sleep(LOOK_S)
-            if not is_whole:
-                continue
-            rank, size = membership.members.index(self.member), len(membership.members)
-            try:
-                group = join_group(store, rank, size, min(JOIN_LIMIT_S, limit_s), self.meeting.cuda, self.meeting.host)
-            except LostPeers:
-                # A member was lost since it arrived.
-                if not self.wait_for_newer(JOIN_LIMIT_S):
-                    raise
-                continue
-            _set_pg_timeout(timedelta(seconds=limit_s), group)
-            return group
-
-
 STORE_LIMIT_S = 5.0
 """Second connection to the store: after a failure it tells where each rank is."""
 

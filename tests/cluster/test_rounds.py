@@ -6,13 +6,14 @@ import threading
 
 import pytest
 
-from braidrl.cluster import world
-from braidrl.cluster.world import NOTHING_LEFT, Rounds, World
+from braidrl.cluster import rounds
+from braidrl.cluster.rounds import NOTHING_LEFT, Rounds
+from braidrl.cluster.world import World
 from tests.runtimes.generating.test_early_stop import in_threads
 
 
 def test_ranks_that_leave_at_different_times_get_the_same_totals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "ROUND_EVERY_S", 0.0)
+    monkeypatch.setattr(rounds, "ROUND_EVERY_S", 0.0)
     has_worked = threading.Event()
 
     def work(alone: World) -> tuple[int, int]:

@@ -129,10 +129,6 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
     ("settings", "hint"),
     [
         ({"rollout": {"engine": "vllm", "engines": 0}, "runtime": "streaming"}, "write rollout.engines=1"),
-        (
-            {"rollout": {"engine": "vllm", "reproducible": True, "vllm": {"speculative_config": {"method": "ngram"}}}},
-            "rollout.vllm.speculative_config draws several tokens",
-        ),
         ({"rollout": {"engine": "vlm"}}, "vllm"),
         (
             {"rollout": {"tensor": 2}},

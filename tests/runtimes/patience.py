@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from braidrl.cluster import world
+from braidrl.cluster import rounds
 from braidrl.cluster.world import World
 from braidrl.rewards.verify import Pending
 from tests.runtimes.spmd.ranks import run_all
@@ -27,7 +27,7 @@ def patient() -> Iterator[None]:
     """Make a rank generate nothing else while a finished row is checked, and join the ranks' rounds at once."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(Pending, "done", at_once)
-        patches.setattr(world, "ROUND_EVERY_S", 0.0)
+        patches.setattr(rounds, "ROUND_EVERY_S", 0.0)
         yield
 
 

@@ -41,9 +41,13 @@ class RouteRecorder:
     """Records the routes of a worker's rows, from the next step on."""
 
     def __init__(self, model_runner: Any, config: Any) -> None:
-        """Raises ValueError where vLLM replays recorded kernels, which call no recorder, or has routers of its own."""
+        """Raises ValueError where vLLM replays recorded kernels, which call no recorder, has routers of its own, or
+        drafts tokens.
+        """
         if not config.model_config.enforce_eager:
             raise ValueError("routes are recorded only in eager mode; write rollout.vllm.enforce_eager=true")
+        if config.speculative_config:
+            raise ValueError("routes of rejected drafts cannot be told apart; remove rollout.vllm.speculative_config")
         model = model_runner.get_model()
         self._runner, self._execute = model_runner, model_runner.execute_model
         self._capturer = RoutedExpertsCapturer(model_runner.max_num_tokens, config)

@@ -82,6 +82,8 @@ class VllmEngine(SteppingEngine):
         gc.freeze()
         with refusals_in_a_line():
             self._engine = self._start(arguments, [partial(PreemptionLog, self)] if spec.adapts_rows else None)
+            if spec.reproducible and "logits_processors" not in arguments:
+                self._engine.collective_rpc("draw_drafts")
         vision = vision_of(spec)
         self._images = None if vision is None else VllmImages(vision, self._engine.renderer)
         self._memory = VllmMemory(self._engine, bool(spec.options.get("enable_sleep_mode")))
@@ -373,11 +375,8 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         arguments |= {"kv_cache_memory_bytes": min(int(token_bytes * positions), room), "enforce_eager": True}
         # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
         options.pop("enable_sleep_mode", None)
-    by_row = {
-        "seed": 0,
-        "logits_processors": [DrawByRow],
-        "logprobs_mode": "processed_logits",
-        "async_scheduling": False,
-    }
+    by_row = {"seed": 0, "logprobs_mode": "processed_logits", "async_scheduling": False}
+    # Where vLLM speculates it refuses them, and its workers are told to draw.
+    by_row |= {} if options.get("speculative_config") else {"logits_processors": [DrawByRow]}
     # Engines with the same seed would draw equal samples of a prompt.
     return {**arguments, **(by_row if spec.reproducible else {"seed": secrets.randbits(31)}), **options}

@@ -43,7 +43,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from braidrl.data.token_columns import ROUTED_EXPERTS, column_of, to_text
-from braidrl.engines.vllm.logits_processor import DrawByRow
+from braidrl.engines.vllm.logits_processor import DrawByRow, DrawsOfDrafts
 from braidrl.engines.vllm.route_recorder import RouteRecorder
 from braidrl.weights.boxes import Box
 from braidrl.weights.collective import Incoming, TransferNotice
@@ -87,6 +87,13 @@ class TakesWeights:
         except Exception as error:
             return str(error) or type(error).__name__
         return None
+
+    def draw_drafts(self) -> None:
+        """Draw the tokens of this worker's rows by their random numbers, also those that vLLM has drafted."""
+        runner = self.model_runner
+        draws = DrawByRow(self.vllm_config, self.device, False)
+        runner.input_batch.logitsprocs.non_argmax_invariant.append(draws)
+        runner.rejection_sampler = DrawsOfDrafts(draws, runner.rejection_sampler)
 
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""

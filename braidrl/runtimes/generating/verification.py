@@ -23,7 +23,8 @@ from torch import Tensor
 
 from braidrl.agents.trajectory import response_columns
 from braidrl.cluster.process_groups import has_message, message_at, put_message
-from braidrl.cluster.world import NOTHING_LEFT, Ranks, Rounds, RoundTotals, World
+from braidrl.cluster.rounds import NOTHING_LEFT, Rounds, RoundTotals
+from braidrl.cluster.world import Ranks, World
 from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Column, Rows, Uid
 from braidrl.engines.requests import Changes, Response

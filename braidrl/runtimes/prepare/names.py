@@ -16,14 +16,6 @@ from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
 from braidrl.training.names import BACKENDS, OPTIMIZERS
 
-EARLY_DRAWS = {
-    "speculative_config": "draws several tokens at once, and rollout.reproducible=true draws each by its own number",
-    "async_scheduling=true": (
-        "draws a token before the one before it is known, and rollout.reproducible=true counts them"
-    ),
-}
-"""Settings of vLLM that `rollout.reproducible` does not allow, with the reason."""
-
 
 def check_names(config: Config) -> None:
     """Raise UserError for a configured name that does not exist, under any runtime."""
@@ -75,9 +67,11 @@ def check_engine(config: Config) -> None:
             raise UserError("rollout.engine=http needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
     if engine != "vllm" and (engine != "http" or servers.dialect != "vllm"):
         return
-    for setting, reason in EARLY_DRAWS.items() if rollout.is_reproducible else ():
-        if rollout.vllm.get(setting.partition("=")[0]):
-            raise UserError(f"rollout.vllm.{setting} {reason}; remove one of the two")
+    if rollout.is_reproducible and rollout.vllm.get("async_scheduling"):
+        raise UserError(
+            "rollout.vllm.async_scheduling=true draws a token before the one before it is known, and "
+            "rollout.reproducible=true counts them; remove one of the two"
+        )
     if not rollout.is_reproducible and not vllm_log_prob_modes(training_sampling(config)):
         raise UserError(
             f"rollout.reproducible=false: vLLM gives log-probs of temperature {rollout.temperature:g} of the tokens "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from braidrl.cluster.child import TaskFailed
 from braidrl.cluster.devices import choose_device
+from braidrl.cluster.elastic import Meeting
 from braidrl.cluster.event_loop import Runner
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.membership import Members, Membership, RepairBudget, member_name
@@ -26,7 +27,7 @@ from braidrl.cluster.process_groups import connect_store, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.row_deaths import skipped_row_line
 from braidrl.cluster.watchdog import heartbeat_limit
-from braidrl.cluster.world import Meeting, World, elastic_world, world_at
+from braidrl.cluster.world import World, elastic_world, world_at
 from braidrl.config import parse_config
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.engine import NodePart

@@ -105,3 +105,46 @@ def test_tokens_that_were_drafted_have_the_trainers_log_probs_after_each_update(
     assert gap < 1e-4
     # Tokens that the policy draws have minus its entropy as their mean log-prob; a draft's own would not.
     assert abs(deviations) < 4
+
+
+def lookup(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Write a model, whose next tokens are guessed from those that the row has."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+    return write_served_model(folder / "model"), drafts
+
+
+@pytest.mark.parametrize("write", [lookup, draft_model, mtp_layer])
+def test_tokens_drawn_by_rows_random_numbers_are_those_without_drafts(
+    tmp_path: Path, write: Callable[[Path], tuple[Path, dict[str, Any]]]
+) -> None:
+    model, drafts = write(tmp_path)
+    trained = load_decoder(str(model), torch.float32, "cpu").requires_grad_(False).eval()
+    settings = [{"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}]
+    prompts = torch.randint(0, 10, (32, 6))
+    submitted = [
+        Request((0, n, 0), prompt, SamplingParams(max_tokens=5 + n, ends=False, **settings[n % 4]))
+        for n, prompt in enumerate(prompts)
+    ]
+    plain, drafting = (
+        Served("vllm", model, limit_s=500.0, **({"speculative_config": drafts} if drafted else {}))
+        for drafted in (False, True)
+    )
+    try:
+        for version in range(2):
+            if version:
+                for parameter in trained.parameters():
+                    parameter.mul_(1.05)
+                for engine in (plain, drafting):
+                    engine.run(engine.engine.update_weights(version, ModelWeights(trained)))
+            expected, drawn = (engine.run(all_of(engine.engine, submitted)) for engine in (plain, drafting))
+            gaps = [
+                float((row.log_probs - of_policy).abs().max())
+                for row, of_policy in zip(drawn, training_log_probs(trained, submitted, drawn), strict=True)
+            ]
+            same = sum(torch.equal(a.tokens, b.tokens) for a, b in zip(expected, drawn, strict=True))
+            print(f"{drafts['method']}: {same} of {len(drawn)} rows equal, largest gap {max(gaps):.1e} nats")
+            assert [len(row.tokens) for row in drawn] == [request.sampling.max_tokens for request in submitted]
+            assert max(gaps) < 1e-4 and same >= len(drawn) - 1
+    finally:
+        for engine in (plain, drafting):
+            engine.close()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.cluster import world
+from braidrl.cluster import rounds
 from braidrl.cluster.process_groups import group_between
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
@@ -134,7 +134,7 @@ def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
 
 
 def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "ROUND_EVERY_S", 0.0)
+    monkeypatch.setattr(rounds, "ROUND_EVERY_S", 0.0)
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 2})
     segment = segment_of(dapo, 1, 1)
     assert segment is not None

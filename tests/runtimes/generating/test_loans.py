@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.cluster import world
+from braidrl.cluster import rounds
 from braidrl.cluster.world import World
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
@@ -87,7 +87,7 @@ def test_moves_fill_free_slots_and_leave_waiting_rows_even(ranks: list[tuple[int
 
 
 def test_waiting_rows_of_loaded_rank_are_drawn_by_free_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "ROUND_EVERY_S", 0.003)
+    monkeypatch.setattr(rounds, "ROUND_EVERY_S", 0.003)
     rows = [request(row, 30 if row < 48 else 6) for row in range(64)]
     # The third rank has no rows.
     shares = [rows[:48], rows[48:], []]
@@ -100,7 +100,7 @@ def test_waiting_rows_of_loaded_rank_are_drawn_by_free_ranks(monkeypatch: pytest
 @pytest.mark.soak
 def test_skewed_load_comes_near_the_ideal_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     """One prompt in eight has responses ten times as long; 8 ranks have 16 prompts of 8 samples each, and 16 slots."""
-    monkeypatch.setattr(world, "ROUND_EVERY_S", 0.005)
+    monkeypatch.setattr(rounds, "ROUND_EVERY_S", 0.005)
     chance = random.Random(1)
     long = set(chance.sample(range(128), 16))
     rows = [request(row, 80 if row // 8 in long else 8) for row in range(1024)]
