@@ -18,8 +18,17 @@ import torch
 
 from benchmarks.machine import describe
 from benchmarks.scale import hybrid, streaming
-from benchmarks.scale.played import OF_A_MACHINE, AnyGap, PlayedExchange, PlayedWorld, heartbeats, join_played
-from benchmarks.scale.runs import GROUPS, SAMPLES, settings, write_sums
+from benchmarks.scale.played import (
+    GROUPS,
+    OF_A_MACHINE,
+    SAMPLES,
+    AnyGap,
+    PlayedExchange,
+    PlayedWorld,
+    heartbeats,
+    join_played,
+)
+from benchmarks.scale.runs import settings, write_sums
 from braidrl.config import Config
 from braidrl.data.lines import Lines, index_lines
 from braidrl.data.prompts import LINES as INDEX

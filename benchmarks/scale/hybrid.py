@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.scale.played import Counted, PlayedGroup, PlayedWorld, join_played
-from benchmarks.scale.runs import GROUPS, SAMPLES, CountedRun, median, settings, write_sums
+from benchmarks.scale.played import GROUPS, SAMPLES, Counted, PlayedGroup, PlayedWorld, join_played
+from benchmarks.scale.runs import CountedRun, median, settings, write_sums
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import Reservation
 from braidrl.config.config import ClusterConfig

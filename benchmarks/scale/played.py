@@ -41,11 +41,13 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.saving.checkpoints import digests, files_in
 from braidrl.runtimes.saving.folders import latest_checkpoint
-from braidrl.runtimes.spmd.shard import Form, Shard, ShardExchange, StageReport
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, StageReport
 from braidrl.runtimes.step_metrics import GapWatch
 
-OF_A_MACHINE, MOST_GROUPS = 8, 1 << 20
-"""Ranks of a machine, and a bound of the groups' numbers."""
+OF_A_MACHINE = 8
+"""Ranks of a machine."""
+GROUPS, SAMPLES = 2, 4
+"""Groups of a rank's rows, and their samples."""
 
 
 class Counted:
@@ -214,9 +216,13 @@ class PlayedWorld(World):
 
     def reduce(self, purpose: str, value: Any, combine: Callable[[Any, Any], Any], type: Any = Any) -> Any:
         of_all = super().reduce(purpose, value, combine, type)
-        if isinstance(of_all, StageReport) and "group" in of_all.forms:
-            # The record has the groups of rank 0 alone.
-            return replace(of_all, forms={**of_all.forms, "group": Form("int64", (), 0, MOST_GROUPS)})
+        if isinstance(of_all, StageReport) and value.forms:
+            # The record has the values of rank 0 alone.
+            forms = {name: form.of_both(value.forms[name]) for name, form in of_all.forms.items()}
+            if own := value.forms.get("group"):
+                below, above = self.rank * GROUPS, (self.size - 1 - self.rank) * GROUPS
+                forms["group"] = replace(own, low=own.low - below, high=own.high + above)
+            return replace(of_all, forms=forms)
         return of_all
 
     def gather_columns(self, purpose: str, columns: Mapping[str, Tensor], counts: Tensor) -> dict[str, Tensor]:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scale.played import AnyGap
+from benchmarks.scale.played import GROUPS, SAMPLES, AnyGap
 from braidrl.config import Config, load_config
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
-
-GROUPS, SAMPLES = 2, 4
-"""Groups of a rank's rows, and their samples."""
 
 
 def settings(folder: Path, trainers: int, steps: int, *others: str) -> Config:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from benchmarks.scale.played import PlayedWorld, join_played
-from benchmarks.scale.runs import GROUPS, SAMPLES, CountedRun, median, settings, write_sums
+from benchmarks.scale.played import GROUPS, SAMPLES, PlayedWorld, join_played
+from benchmarks.scale.runs import CountedRun, median, settings, write_sums
 from braidrl.cluster.local import LocalLauncher, from_server
 from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store

@@ -29,6 +29,7 @@ from braidrl.observe.trace import Span, TraceWriter, traced
 from braidrl.runtimes.interfaces import Interrupts
 from braidrl.runtimes.isolation import can_isolate
 
+LARGEST = 2**63 - 1
 IN_PLACE = 1.1
 """Rows stay in place if the fullest rank then has at most this much more work than after the best partition."""
 
@@ -159,10 +160,10 @@ class ShardExchange:
         if not forms or size == 1:
             return local
         # A rank without rows learns the columns from the others.
-        narrow = {name: form.narrowed(local.get(name)) for name, form in forms.items()}
+        narrow = {name: form.narrowed(local.get(name)) for name, form in forms.items() if not form.is_constant}
         counts = torch.bincount(owner, minlength=size)
         gathered = self.world.gather_columns("index columns", narrow, counts)
-        wide = {name: column.to(getattr(torch, forms[name].dtype)) for name, column in gathered.items()}
+        wide = {name: form.widened(gathered.get(name), len(owner)) for name, form in forms.items()}
         if bool((owner.diff() >= 0).all()):
             return Rows(wide)
         # Row i of the table is row order[i] in the order of ranks.
@@ -195,19 +196,22 @@ class ShardExchange:
 
 @dataclass(frozen=True)
 class Form:
-    """The type of an index column, the shape of its values, and the range of integers."""
+    """The type of an index column, the shape of its values, and the range of its values, if they are integers.
+
+    Without values `low` is above `high`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    low: int = 0
-    high: int = 0
+    low: int = LARGEST
+    high: int = -LARGEST
 
     @staticmethod
     def of(column: Column) -> "Form":
         """Return the form of a column on one rank."""
         assert isinstance(column, Tensor), "index columns are tensors"
         dtype, shape = str(column.dtype).removeprefix("torch."), tuple(column.shape[1:])
-        if column.dtype == torch.bool or column.is_floating_point() or not column.numel():
+        if column.is_floating_point() or not column.numel():
             return Form(dtype, shape)
         low, high = column.aminmax()
         return Form(dtype, shape, int(low), int(high))
@@ -216,23 +220,35 @@ class Form:
         """Return the common form of a column of two ranks' rows."""
         return replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
 
+    @property
+    def is_constant(self) -> bool:
+        """Return True if all rows of all ranks have the same integer."""
+        return self.low == self.high
+
+    @property
+    def sent_as(self) -> torch.dtype | None:
+        """Return the narrowest type for the differences to the lowest integer of all ranks; None if the values are sent
+        as they are.
+        """
+        kinds = () if self.dtype.startswith(("bool", "float", "bfloat")) or self.low > self.high else NARROW
+        return next((kind for kind in kinds if self.high - self.low <= torch.iinfo(kind).max), None)
+
     def narrowed(self, column: Tensor | None) -> Tensor:
-        """Return a column, or an empty one, in the narrowest type that holds the integers of all ranks."""
+        """Return a column, or an empty one, as it is sent."""
+        if column is None:
+            column = torch.empty(0, *self.shape, dtype=getattr(torch, self.dtype))
+        kind = self.sent_as
+        return column if kind is None else (column.long() - self.low).to(kind)
+
+    def widened(self, column: Tensor | None, rows: int) -> Tensor:
+        """Return the column of all rows from what ranks have sent; constant columns are not sent."""
         dtype = getattr(torch, self.dtype)
         if column is None:
-            column = torch.empty(0, *self.shape, dtype=dtype)
-        if dtype == torch.bool or dtype.is_floating_point:
-            return column
-        return column.to(next(kind for kind in NARROW if holds(kind, self.low, self.high)))
+            return torch.full((rows, *self.shape), self.low, dtype=dtype)
+        return column if self.sent_as is None else (column.long() + self.low).to(dtype)
 
 
-NARROW = (torch.uint8, torch.int16, torch.int32, torch.int64)
-
-
-def holds(dtype: torch.dtype, low: int, high: int) -> bool:
-    """Return True if an integer type can represent a range."""
-    limits = torch.iinfo(dtype)
-    return limits.min <= low and high <= limits.max
+NARROW = (torch.uint8, torch.uint16, torch.int32)
 
 
 @dataclass(frozen=True)

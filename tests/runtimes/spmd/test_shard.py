@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.data.packing import balanced_partition, imbalance
-from braidrl.runtimes.spmd.shard import IN_PLACE, balanced_owners
+from braidrl.runtimes.spmd.shard import IN_PLACE, Form, balanced_owners
 from tests.runtimes.spmd.moving import RANKS
 
 Answers = dict[str, list[dict[str, Any]]]
@@ -70,3 +70,33 @@ def test_rows_move_only_to_reach_best_balance(
 def test_new_partition_keeps_rows_with_their_main_rank() -> None:
     target = balanced_owners(torch.tensor([10, 7, 5, 1]), torch.tensor([2, 2, 0, 0]), 4)
     assert target.tolist()[0] == 2 and target.tolist()[2] == 0 and sorted(target.tolist()) == [0, 1, 2, 3]
+
+
+def sent(parts: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
+    """Return the bytes for each row that ranks send for a column, and the column of all of them."""
+    form = Form.of(parts[0])
+    for part in parts[1:]:
+        form = form.of_both(Form.of(part))
+    narrow = torch.empty(0) if form.is_constant else torch.cat([form.narrowed(part) for part in parts])
+    rows = sum(map(len, parts))
+    return (0 if form.is_constant else narrow.element_size()), form.widened(None if form.is_constant else narrow, rows)
+
+
+@pytest.mark.parametrize(
+    ("parts", "size"),
+    [
+        ([torch.tensor([7, 7], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)], 0),
+        ([torch.tensor([True, True]), torch.tensor([], dtype=torch.bool)], 0),
+        ([torch.tensor([True, False]), torch.tensor([True])], 1),
+        ([torch.tensor([10**12, 10**12 + 3]), torch.tensor([10**12 - 200])], 1),
+        ([torch.tensor([-300, 4]), torch.tensor([65_000])], 2),
+        ([torch.tensor([0, 2**31 - 1], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32)], 4),
+        ([torch.tensor([-(2**62), 2**62])], 8),
+        ([torch.tensor([0.5, 0.5]), torch.tensor([0.5])], 4),
+        ([torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)], 8),
+    ],
+)
+def test_index_columns_are_sent_in_as_few_bytes_as_their_range_takes(parts: list[torch.Tensor], size: int) -> None:
+    bytes_of_row, column = sent(parts)
+    assert bytes_of_row == size
+    assert torch.equal(column, torch.cat(parts)) and column.dtype == parts[0].dtype
