@@ -10,8 +10,9 @@ Engines and trainer ranks are equally many, and each has as many rows: 2 prompts
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from benchmarks.scale.runs import CountedRun, median, settings, write_sums
 from braidrl.cluster.local import LocalLauncher, from_server
 from braidrl.cluster.process import END_LIMIT_S, Outcome, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store
-from braidrl.cluster.world import World
+from braidrl.cluster.world import World, combined
 from braidrl.config import Config, parse_config
 from braidrl.data.codec import decode
 from braidrl.data.messages import Frame, Packed, pack_message, unpack_message
@@ -36,7 +37,6 @@ from braidrl.observe.progress import Progress
 from braidrl.queue.calls import Done, Hello, Lost, QueueRequest, RefusedRequest, Stop, Waited
 from braidrl.queue.client import DataPlane, assembled, write_columns
 from braidrl.queue.storage import Place
-from braidrl.queue.table import Positions, StoredMessage
 from braidrl.queue.transport import QueueServer, asking_socket
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
@@ -45,7 +45,7 @@ from braidrl.runtimes.streaming import generate, processes, program, weights
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
-from braidrl.runtimes.streaming.work import Broadcast, Ended, LeasedRows, Loaded, LoadWeights, TakeWork
+from braidrl.runtimes.streaming.work import Broadcast, Ended, LeasedRows, Loaded, LoadWeights, TakeWork, WrittenColumns
 from braidrl.training.pretrained import load_tokenizer
 
 SOCKETS = 500
@@ -261,35 +261,37 @@ class StreamedWorld(PlayedWorld):
     def _counts(self) -> dict[str, float]:
         return {**super()._counts(), "leases": self.pieces}
 
-    def collect(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
-        of_all = super().collect(purpose, value, type)
-        if purpose != "columns" or not self.first or value is None:
-            return of_all
+    def reduce_to_first(self, purpose: str, value: Any, combine: Callable[[Any, Any], Any], type: Any = Any) -> Any:
+        if purpose != "columns" or not self.first or not value.parts:
+            return super().reduce_to_first(purpose, value, combine, type)
         with self.counted.modelling():
-            return [value, *self._of_others(*value)]
+            others = self._of_others(value)
+            subtrees = [others[start : 2 * start + 1] for start in (2**n - 1 for n in range(len(others).bit_length()))]
+            packed = [pack_message(reduce(combine, ranks)) for ranks in subtrees if ranks]
+        message = pack_message(value)
+        for subtree in packed:
+            message = combined(combine, type)(message, subtree)
+        return unpack_message(message, type)
 
-    def _of_others(
-        self, message: StoredMessage, frames: list[bytes], mine: Positions
-    ) -> list[tuple[StoredMessage, list[bytes], Positions]]:
-        """Return parts for the rows of the other ranks, with the values of this rank's columns."""
-        own = {(lease, position) for lease, positions in mine for position in positions or ()}
+    def _of_others(self, mine: WrittenColumns) -> list[WrittenColumns]:
+        """Return the columns that the other ranks have written, with the values of this rank's columns."""
+        ((payload, size, rows_written),) = mine.parts
+        own = {(lease, position) for lease, positions in rows_written for position in positions or ()}
         every = [(lease, position) for lease, size in self.leases.items() for position in range(size)]
-        left, size = [row for row in every if row not in own], message.payload[0].rows
+        left = [row for row in every if row not in own]
         self.leases.clear()
         share = -(-len(left) // (self.size - 1))
-        index = decode(list(frames))
-        parts = list[tuple[StoredMessage, list[bytes], Positions]]()
-        columns = dict(self.data.read_rows(message.payload[0].block, message.payload[0].columns).items())  # type: ignore[arg-type]
-        columns |= dict(index.items())
+        written, columns = list[WrittenColumns](), dict(mine.index)
+        for piece in payload:
+            columns |= dict(self.data.read_rows(piece.block, piece.columns).items())  # type: ignore[arg-type]
         for start in range(0, len(left), share):
             rows = defaultdict[int, list[int]](list)
             some = left[start : start + share]
             for lease, position in some:
                 rows[lease].append(position)
             part = write_columns(self.data, dict(Rows(columns).take(torch.arange(len(some)) % size).items()))
-            described: list[Frame] = []
-            parts.append((part.message(described), [bytes(frame) for frame in described], list(rows.items())))
-        return parts
+            written.append(WrittenColumns(dict(part.index.items()), [(part.payload, len(part), list(rows.items()))]))
+        return written
 
 
 # Engines that are played

@@ -2,7 +2,7 @@
 
 gather      every rank's message, on every rank
 gather_columns  the columns of all ranks' rows, on every rank  (index columns: a few numbers per row)
-reduce      one combination of all ranks' messages, on every rank   (metric sums)
+reduce      one combination of all ranks' messages, on every rank   (metric sums), or on the first
 exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
 mail        single messages between two ranks, in the store
@@ -243,24 +243,17 @@ class World:
         if self.group is None:
             return value
 
-        def combined(low: bytes, high: bytes) -> bytes:
-            return pack_message(combine(unpack_message(low, type), unpack_message(high, type)))
-
         with self.meeting(purpose) as where:
-            message = self.peers.reduce(pack_message(value), combined, sign_of(where))
+            message = self.peers.reduce(pack_message(value), combined(combine, type), sign_of(where))
         return unpack_message(message, type)
 
-    def collect(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
-        """Return the messages of all ranks, in their order, on the first rank; elsewhere an empty list."""
+    def reduce_to_first(self, purpose: str, value: Any, combine: Callable[[Any, Any], Any], type: Any = Any) -> Any:
+        """Combine messages as `reduce` does; only the first rank gets the value of all ranks, the others None."""
         if self.group is None:
-            return [value]
-
-        def joined(low: bytes, high: bytes) -> bytes:
-            return pack_message(unpack_message(low, list[bytes]) + unpack_message(high, list[bytes]))
-
+            return value
         with self.meeting(purpose) as where:
-            message = self.peers.collect(pack_message([pack_message(value)]), joined, sign_of(where))
-        return [unpack_message(part, type) for part in unpack_message(message, list[bytes])] if self.first else []
+            message = self.peers.collect(pack_message(value), combined(combine, type), sign_of(where))
+        return unpack_message(message, type) if self.first else None
 
     def exchange(
         self, purpose: str, messages: Mapping[int, bytes | bytearray], senders: Collection[int]
@@ -375,6 +368,17 @@ def world_at(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool
 def sign_of(call: str) -> int:
     """Return a number by which ranks detect that they made different calls."""
     return zlib.crc32(call.encode())
+
+
+def combined(combine: Callable[[Any, Any], Any], type: Any) -> Callable[[bytes, bytes], bytes]:
+    """Return the combination of packed messages of a type; a message that it returns unchanged is not packed again."""
+
+    def of_packed(low: bytes, high: bytes) -> bytes:
+        lower = unpack_message(low, type)
+        both = combine(lower, unpack_message(high, type))
+        return low if both is lower else pack_message(both)
+
+    return of_packed
 
 
 def bytes_of(column: Tensor) -> Tensor:

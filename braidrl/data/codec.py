@@ -38,6 +38,8 @@ DTYPES = {
         torch.float64,
     )
 }
+AS_BYTES = ("bool", "bfloat16")
+"""Types that are read as bytes: those of a bool are checked, and numpy has no bfloat16."""
 FRAMES_OF_KIND = {"index": 1, "ragged": 2, "objects": 1}
 
 
@@ -105,18 +107,20 @@ def encode(rows: Rows) -> list[Frame]:
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
     """Decode all columns, or those named, as views on the frames. Raises CodecError, KeyError, or PayloadForbidden."""
     size, headers = read_header(frames)
+    known = {header.name for header in headers}
     names = [h.name for h in headers] if columns is None else list(columns)
-    for name in names:
-        if not any(header.name == name for header in headers):
-            raise KeyError(f"no column {name!r} among {', '.join(h.name for h in headers)}")
+    if missing := [name for name in names if name not in known]:
+        raise KeyError(f"no column {missing[0]!r} among {', '.join(h.name for h in headers)}")
+    wanted = set(names)
     decoded: dict[str, Column] = {}
     position = 1
     for header in headers:
         count = FRAMES_OF_KIND[header.kind]
-        if header.name in names:
+        if header.name in wanted:
             column = _decode_column(header, size, frames[position : position + count])
-            if len(column) != size:
-                raise CodecError(f"column {header.name!r} has {len(column)} rows where the header says {size}")
+            rows = column.shape[0] if isinstance(column, Tensor) else len(column)
+            if rows != size:
+                raise CodecError(f"column {header.name!r} has {rows} rows where the header says {size}")
             decoded[header.name] = column
         position += count
     return Rows({name: decoded[name] for name in names})
@@ -198,7 +202,9 @@ def _tensor(header: ColumnHeader, dtype: str, shape: tuple[int, ...], frame: Fra
     if expected == 0:
         return torch.empty(shape, dtype=DTYPES[dtype])
     # DLPack accepts read-only memory; torch.frombuffer warns about it.
-    values = torch.from_dlpack(np.frombuffer(frame, dtype=np.uint8))
+    values = torch.from_dlpack(np.frombuffer(frame, dtype=np.uint8 if dtype in AS_BYTES else dtype))
     if dtype == "bool" and int(values.max()) > 1:
         raise CodecError(f"column {header.name!r}: bytes that are neither true nor false")
-    return values.view(DTYPES[dtype]).reshape(shape)
+    if dtype in AS_BYTES:
+        values = values.view(DTYPES[dtype])
+    return values if len(shape) == 1 else values.reshape(shape)

@@ -45,7 +45,11 @@ class Rows:
     def __init__(self, columns: Mapping[str, Column]) -> None:
         """Raise ValueError when columns differ in their number of rows."""
         self._columns = dict(columns)
-        sizes = {name: len(column) for name, column in self._columns.items()}
+        # `len` of a tensor is a call of Python code.
+        sizes = {
+            name: column.shape[0] if isinstance(column, Tensor) else len(column)
+            for name, column in self._columns.items()
+        }
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns disagree on the number of rows: {sizes}")
         self._size = next(iter(sizes.values()), 0)
@@ -105,9 +109,20 @@ class Rows:
             }
         )
 
+    def part(self, start: int, end: int) -> "Rows":
+        """Return the rows from one position to another as views on the columns, all of which are index columns."""
+        return Rows({name: self[name][start:end] for name in self})
+
     def uids(self) -> list[tuple[int, int, int]]:
         """Return (source, group, sample) of each row: its identity through the whole run."""
         return list(zip(*(self[name].tolist() for name in IDENTITY), strict=True))
+
+    def positions_of(self, rows: "Rows") -> Tensor:
+        """Return the positions (K,) of K rows of this table, found by group and sample."""
+        samples = int(torch.maximum(self["sample"].max(), rows["sample"].max())) + 1
+        names, wanted = (table["group"].long() * samples + table["sample"].long() for table in (self, rows))
+        order = names.argsort()
+        return order[torch.searchsorted(names[order], wanted)]
 
     def ordered(self) -> "Rows":
         """Return the rows sorted by (group, sample), the order of training; it is independent of completion order."""

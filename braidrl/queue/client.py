@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, assert_never
 
+import numpy as np
+
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame, Message
 from braidrl.data.rows import Column, Rows
+from braidrl.deferred import torch
 from braidrl.queue.calls import (
     NOTHING,
     Abandon,
@@ -37,7 +40,7 @@ from braidrl.queue.calls import (
     Take,
 )
 from braidrl.queue.storage import Place, open_storage
-from braidrl.queue.table import Block, Positions, StoredRows, TablePiece, in_order, pieces_without
+from braidrl.queue.table import Block, Positions, StoredRows, TablePiece, in_order
 from braidrl.queue.transport import Connections
 
 DECODED = 4
@@ -207,16 +210,8 @@ class WorkItem:
 
     @cached_property
     def index(self) -> Rows:
-        """Return the index columns of all rows. Raises Evicted."""
-        return assembled(self.data, self.inline, self.answer.payload, self.size, index=True)
-
-    def bring_index(self) -> None:
-        """Read the index columns, so that the work can be passed on to processes that read no block for them.
-
-        Raises Evicted.
-        """
-        self.inline = self.index
-        self.answer.payload = pieces_without(self.answer.payload, list(self.index))
+        """Return the index columns of all rows, which come with the answer to a worker of several ranks."""
+        return self.inline
 
     def read(self, positions: Sequence[int] | None = None) -> Rows:
         """Read the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""
@@ -240,9 +235,11 @@ class WorkItem:
         """Return this process's share of the rows at some positions, in the order of positions."""
         if list(positions) == self.positions:
             return self.rows
-        numbers = {position: number for number, position in enumerate(self.positions)}
-        local_numbers = [numbers[position] for position in positions if position in numbers]
-        return self.rows.take(local_numbers) if local_numbers else Rows({})
+        numbers = np.full(self.size, -1)
+        numbers[self.positions] = np.arange(len(self.positions))
+        local_numbers = numbers[np.asarray(positions, dtype=np.int64)]
+        local_numbers = local_numbers[local_numbers >= 0]
+        return self.rows.take(torch.from_numpy(local_numbers)) if len(local_numbers) else Rows({})
 
 
 class Client:
@@ -308,10 +305,13 @@ class Client:
         """
         frames: list[Frame] = []
         parts = [(part.message(frames), rows) for part, rows in written]
-        request = Done(consumer, done, parts, reports, totals, unfinished)
+        return self.report(Done(consumer, done, parts, reports, totals, unfinished), frames, keeps)
+
+    def report(self, request: Done, frames: Sequence[Frame], keeps: bool = False) -> list[int]:
+        """Send a report of `done`, and return what it returns."""
         answer: Lost = self.ask(request, frames)[0]
         if not keeps:
-            self.held.difference_update(number for number, _ in done)
+            self.held.difference_update(number for number, _ in request.done)
         return list(answer.lost)
 
     def renew(self, every_s: float = 0.0) -> Lost:
@@ -341,7 +341,6 @@ def assembled(
     payload: Sequence[TablePiece],
     size: int,
     requested: Sequence[int] | None = None,
-    index: bool = False,
 ) -> Rows:
     """Return rows with columns read from their blocks.
 
@@ -351,7 +350,6 @@ def assembled(
         payload: Pieces of blocks, from `Table.payload`.
         size: The number of rows.
         requested: Positions of the requested rows, in this order; None is all.
-        index: Read only the index columns.
 
     Raises:
         Evicted: A block is missing.
@@ -359,17 +357,17 @@ def assembled(
     order = None if requested is None else {position: number for number, position in enumerate(requested)}
     parts_of: defaultdict[tuple[str, ...], list[tuple[Rows, Sequence[int]]]] = defaultdict(list)
     for piece in payload:
-        names = piece.index_columns if index else piece.columns
         positions: Sequence[int] = range(piece.rows) if piece.positions is None else piece.positions
         targets: Sequence[int] = range(piece.rows) if piece.targets is None else piece.targets
         if order is not None:
             pairs = [(at, order[target]) for at, target in zip(positions, targets, strict=True) if target in order]
             positions, targets = [at for at, _ in pairs], [target for _, target in pairs]
-        if not len(positions) or not names:
+        if not len(positions) or not piece.columns:
             continue
         assert piece.block is not None, "columns without a block are index columns, which are inline"
         all_rows = len(positions) == piece.rows and list(positions) == list(range(piece.rows))
-        parts_of[tuple(names)].append((data.read_rows(piece.block, names, None if all_rows else positions), targets))
+        rows = data.read_rows(piece.block, piece.columns, None if all_rows else positions)
+        parts_of[tuple(piece.columns)].append((rows, targets))
     columns = dict[str, Column]()
     for parts in parts_of.values():
         rows = Rows.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]

@@ -126,7 +126,7 @@ class ColumnController(QueueController):
 
     def _put(self, request: Put, frames: Sequence[Frame]) -> Answer:
         """Record columns of rows. Raises ValueError if a row has one of them already."""
-        part, rows = StoredRows.received(request.part, frames), request.rows
+        (part,), rows = StoredRows.received([request.part], frames), request.rows
         part.rows = {row: position for position, row in enumerate(rows)}
         if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
             self.data.free(part.blocks)
@@ -167,7 +167,8 @@ class ColumnController(QueueController):
         completed.
         """
         name = request.consumer
-        parts = [(StoredRows.received(part, frames, name), rows) for part, rows in request.parts]
+        received = StoredRows.received([part for part, _ in request.parts], frames, name)
+        parts = [(part, rows) for part, (_, rows) in zip(received, request.parts, strict=True)]
         lost, rows_by_lease = self.tasks.rows_by_lease(request.done, parts, self.clock())
         for lease, rows in rows_by_lease.items():
             self.tasks.finish(lease, rows)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame, Message
 from braidrl.data.rows import Column, Rows
@@ -48,18 +50,20 @@ class TablePiece(NamedTuple):
     """Number of rows in the block."""
     positions: Sequence[int] | None = None
     targets: Sequence[int] | None = None
-    index_columns: Sequence[str] = ()
-    """Index columns among the columns."""
 
 
 class StoredMessage(Message):
-    """Stored rows in a message; their index columns are some of its frames."""
+    """Stored rows in a message; their index columns are some of its frames, which other parts may share."""
 
     payload: list[TablePiece]
     first: int
     """Index of the first of these frames."""
     frames: int
     """Number of these frames."""
+    start: int = 0
+    """Position of the first of these rows in the frames."""
+    size: int | None = None
+    """Number of these rows in the frames; None means all."""
 
 
 @dataclass(eq=False)
@@ -80,16 +84,19 @@ class StoredRows:
     @staticmethod
     def of_block(index: Rows, block: Block | None, columns: Sequence[str], size: int) -> "StoredRows":
         """Return rows of a single block, in its order; `columns` are not among the index columns."""
-        return StoredRows(
-            index, [TablePiece(block, list(columns), size, index_columns=list(index))] if block is not None else []
-        )
+        return StoredRows(index, [TablePiece(block, list(columns), size)] if block is not None else [])
 
     @staticmethod
-    def received(message: StoredMessage, frames: Sequence[Frame], writer: str = "") -> "StoredRows":
-        """Decode rows from a message with these frames; the caller adds the rows' names."""
-        first, count = message.first, message.frames
-        index = decode(list(frames[first : first + count])) if count else Rows({})
-        return StoredRows(index, message.payload, writer)
+    def received(parts: Sequence[StoredMessage], frames: Sequence[Frame], writer: str = "") -> "list[StoredRows]":
+        """Decode rows from messages with these frames; the caller adds the rows' names."""
+        decoded, stored = {0: Rows({})}, list[StoredRows]()
+        for part in parts:
+            first, count = part.first, part.frames
+            if (key := first + 1 if count else 0) not in decoded:
+                decoded[key] = decode(list(frames[first : first + count]))
+            index = decoded[key] if part.size is None else decoded[key].part(part.start, part.start + part.size)
+            stored.append(StoredRows(index, part.payload, writer))
+        return stored
 
     def message(self, frames: list[Frame]) -> StoredMessage:
         """Encode the rows for a message, without their names; append the index columns to the message's frames."""
@@ -133,13 +140,7 @@ class StoredRows:
 
 def pieces_without(pieces: Iterable[TablePiece], names: Collection[str]) -> list[TablePiece]:
     """Return the locations of all but some columns."""
-    left = (
-        piece._replace(
-            columns=[name for name in piece.columns if name not in names],
-            index_columns=[name for name in piece.index_columns if name not in names],
-        )
-        for piece in pieces
-    )
+    left = (piece._replace(columns=[name for name in piece.columns if name not in names]) for piece in pieces)
     return [piece for piece in left if piece.columns]
 
 
@@ -302,19 +303,28 @@ class PartRows(NamedTuple):
     def piece(self, columns: Sequence[str]) -> TablePiece:
         """Return the location of some columns."""
         block = self.part.payload[0].block if self.part.payload else None
-        index = [name for name in columns if name in self.part.index]
         # With one part for all requested rows, `targets` is a range.
         if isinstance(self.targets, range) and self.is_all:
-            return TablePiece(block, columns, len(self.part), index_columns=index)
-        return TablePiece(block, columns, len(self.part), self.positions, list(self.targets), index)
+            return TablePiece(block, columns, len(self.part))
+        return TablePiece(block, columns, len(self.part), self.positions, list(self.targets))
 
 
 def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
     """Return the index columns of rows, from the parts of each writer."""
     columns = dict[str, Column]()
     for parts in filter(None, shares.values()):
-        rows = [share.part.index if share.is_all else share.part.index.take(share.positions) for share in parts]
-        columns.update(in_order(Rows.cat(rows), [target for share in parts for target in share.targets]).items())
+        # One array of all parts, from which rows are taken once: most parts are small, and needed completely.
+        rows, positions, start = list[Rows](), list[int](), 0
+        for share in parts:
+            is_small = len(share.part) <= 2 * len(share.positions)
+            rows.append(share.part.index if is_small else share.part.index.take(share.positions))
+            positions += [start + at for at in share.positions] if is_small else range(start, start + len(rows[-1]))
+            start += len(rows[-1])
+        targets = [target for share in parts for target in share.targets]
+        if targets != list(range(len(targets))):
+            positions = [positions[number] for number in np.argsort(targets)]
+        table = Rows.cat(rows)
+        columns.update((table if positions == list(range(start)) else table.take(positions)).items())
     return Rows(columns)
 
 

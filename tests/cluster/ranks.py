@@ -32,7 +32,7 @@ def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
     rows = {name: column.tolist() for name, column in world.gather_columns("rows", columns, counts).items()}
     names = world.reduce("names", f"{world.rank} ", str.__add__, str)
     shared = world.share("a value", {"from": world.rank, "long": "x" * 5000 * world.rank})
-    collected = world.collect("collected", world.rank * "x", str)
+    collected = world.reduce_to_first("letters", [world.rank * "x"], list.__add__, list[str])
     every = {"gathered": gathered, "exchanged": exchanged, "rows": rows, "names": names, "shared": shared}
     every["collected"] = collected
     return {"of all": world.gather("all", every), "task": task}

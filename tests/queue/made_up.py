@@ -147,7 +147,7 @@ class Worker:
             deliver(self.client, work, made_from(work.consumer, own, LOADED.get(self.client.holder, 0)))
         elif work.kind is Step:
             for kept in self.kept:
-                self.trained += kept.index.uids()
+                self.trained += kept.read().uids()
             self.client.ask(Stepped(work.answer.stage, {}))
             for kept in self.kept:
                 own = kept.read()

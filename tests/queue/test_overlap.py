@@ -70,7 +70,7 @@ def train(worker: Client, work: Workload) -> None:
             worker.done("train.actor", [(item.lease, None) for item in kept])
             kept = []
         elif given.kind is LeasedRows:
-            costs = [work.seconds("update", uid) for uid in given.index.uids()]
+            costs = [work.seconds("update", uid) for uid in given.read().uids()]
             time.sleep(max(sum(costs[i] for i in part) for part in balanced_partition(costs, TRAINING)))
             kept.append(given)
 

@@ -115,7 +115,6 @@ def test_a_rank_that_gets_the_index_reads_the_blocks_of_its_rows_alone(monkeypat
         leader = client(server, node, "leader")
         work = leader.take(TakeWork(["check"], 4 * SAMPLES, 2), 0.0)
         whole = work.read([2, 3])
-        work.bring_index()
         other, blocks = DataPlane(node.place(), "other", 10.0), set[str]()
         read = other.read_rows
         monkeypatch.setattr(other, "read_rows", lambda block, *named: blocks.add(block.name) or read(block, *named))
@@ -421,7 +420,7 @@ def test_worker_learns_which_rows_of_its_lease_were_dropped() -> None:
         control.training.schedule.groups_wanted(0)
         admit(control, [2, 3])
         work = worker.take(TakeWork(["generate"], 8), 0.0)
-        assert [uid[1] for uid in work.index.uids()] == [2, 2, 3, 3]
+        assert [uid[1] for uid in work.read().uids()] == [2, 2, 3, 3]
         rows = work.read([0, 1])
         written = write_columns(worker.data, made_from("generate", rows))
         assert worker.done("generate", [(work.lease, [0, 1])], [(written, [(work.lease, [0, 1])])], keeps=True) == []

@@ -247,7 +247,8 @@ class ControlPlane(QueueController):
     def _done(self, request: Done, frames: Sequence[Frame]) -> Lost:
         """Record completed rows; the message has index columns, and the locations of the payload."""
         name, done = request.consumer, request.done
-        parts = [(StoredRows.received(part, frames, name), rows) for part, rows in request.parts]
+        received = StoredRows.received([part for part, _ in request.parts], frames, name)
+        parts = [(part, rows) for part, (_, rows) in zip(received, request.parts, strict=True)]
         stream = next((stream for stream in self.streams if name in stream.before), None)
         if stream is None:
             self.data.free(block for part, _ in parts for block in part.blocks)

@@ -66,7 +66,7 @@ PREEMPTED = "preempted"
 """The kind of failure of a process that was asked to leave."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """One process of a group."""
 
@@ -176,9 +176,9 @@ class Processes:
             error.is_counted = True
             raise error
         settings = self.config.streaming
-        silent = self.control.silent(settings.lease_s + settings.wait_s)
+        silent, gone = set(self.control.silent(settings.lease_s + settings.wait_s)), set[Member]()
         for member in [m for m in self.members if group in (None, m.group.name)]:
-            if member not in self.members:
+            if member in gone:
                 continue  # another process of its worker has left, and this one with it
             if member.process.end_if_silent(heartbeat_limit(self.config.cluster.silence_s), self.folder):
                 tell(f"{member.process.name} {member.process.describe_end()}")
@@ -190,7 +190,9 @@ class Processes:
             if member.process.alive and is_late and holder not in self.control.holders:
                 raise WorkerError(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
             if not member.process.alive:
+                before = set(self.members)
                 self._replace(member)
+                gone |= before.difference(self.members)
 
     def _replace(self, member: Member) -> None:
         """Restart a worker after the end of one process, with all of its ranks. Raises as `watch`."""

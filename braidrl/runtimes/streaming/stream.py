@@ -195,10 +195,11 @@ class Stream:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
         # All index columns, and the payload that its stages declare. Columns computed by the main process are in no
-        # block.
-        inline = [writer for writer in self.before[name] if writer in self.consumers.verdicts]
+        # block; several ranks get all index columns by value, and no rank reads the blocks of others for them.
+        on_ranks = request.ranks > 1
+        inline = [writer for writer in self.before[name] if on_ranks or writer in self.consumers.verdicts]
         writers = [writer for writer in self.before[name] if writer not in self.consumers.verdicts]
-        payload = self.table.payload(uids, writers, self.inputs[name], index=True)
+        payload = self.table.payload(uids, writers, self.inputs[name], index=not on_ranks)
         if self.partial_rollout and consumer.kind is Kind.GENERATE:
             payload += self.table.payload(uids, [DRAWN], None, index=True)
         answer = LeasedRows(

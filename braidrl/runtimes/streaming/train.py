@@ -9,6 +9,7 @@ Stages run through the executor, as in every runtime. All ranks of the role call
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,9 @@ class Trainer:
         costs, groups = balance_of(index.take(positions), role, self.executor.config, True, ranks)
         parts = balanced_partition(costs.tolist(), ranks, groups=None if groups is None else groups.tolist())
         next_ranks = np.argsort(self.work_of_ranks, kind="stable")
-        self.work_of_ranks[next_ranks] += [float(costs[part].sum()) for part in parts]
+        part_of = np.repeat(np.arange(ranks), [len(part) for part in parts])
+        costs_in_parts = costs.numpy()[np.fromiter(chain.from_iterable(parts), np.int64, len(part_of))]
+        self.work_of_ranks[next_ranks] += np.bincount(part_of, costs_in_parts, minlength=ranks)
         mine = int((next_ranks == self.world.rank).argmax())
         return [positions[number] for number in sorted(parts[mine])]
 
@@ -223,8 +226,7 @@ class Trainer:
             packed = pack_rows(piece.rows.only([*IDENTITY, *counted])) if piece.positions else None
             gathered = self.world.gather("counted columns", packed)
             everywhere = Rows.cat([unpack_rows(part) for part in gathered if part])
-            position = {uid: number for number, uid in enumerate(everywhere.uids())}
-            everywhere = everywhere.take([position[uid] for uid in piece.index.uids()])
+            everywhere = everywhere.take(everywhere.positions_of(piece.index))
             piece.index = piece.index.with_columns(dict(everywhere.items()))
         self._note(span)
 
@@ -245,8 +247,7 @@ class Trainer:
         columns = Rows(self.executor.run(stage, index, sums))
         if not piece.positions:
             return {}
-        standing = {uid: n for n, uid in enumerate(index.uids())}
-        return dict(columns.take([standing[uid] for uid in rows.uids()]).items())
+        return dict(columns.take(index.positions_of(rows)).items())
 
     def _reduced(self, totals: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the sums over all ranks."""

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from braidrl.data.messages import Message
+import torch
+from torch import Tensor
+
+from braidrl.data.codec import encode
+from braidrl.data.messages import Frame, Message
+from braidrl.data.rows import Rows
 from braidrl.flow.compute import State
 from braidrl.queue.calls import Done, GiveBack, Hello, Leased, Lost, QueueRequest, Renew, Stop, Take, Waited
-from braidrl.queue.table import TablePiece
+from braidrl.queue.table import Positions, StoredMessage, TablePiece
 from braidrl.runtimes.row_store import Admission, HeldOut, Surplus
 from braidrl.weights.collective import OfferedWeights
 
@@ -147,6 +152,29 @@ class Order(Lost, kw_only=True):
 
 class Written(Message):
     """Run a collective in which all ranks report their writes; the leader sends this to the other ranks."""
+
+
+class WrittenColumns(Message):
+    """The columns that ranks have written: index columns of all their rows, and the location of each rank's payload."""
+
+    index: dict[str, Tensor]
+    parts: list[tuple[list[TablePiece], int, Positions]]
+    """For each rank with rows: the location, the number of rows, and the rows in the form of `Done`."""
+
+    def of_both(self, other: "WrittenColumns") -> "WrittenColumns":
+        """Return the columns of two sets of ranks."""
+        columns = [written.index for written in (self, other) if written.parts]
+        index = {name: torch.cat([of_ranks[name] for of_ranks in columns]) for name in columns[0]} if columns else {}
+        return WrittenColumns(index, self.parts + other.parts)
+
+    def in_message(self) -> tuple[list[tuple[StoredMessage, Positions]], list[Frame]]:
+        """Return the parts of a report, which share their frames, and these frames."""
+        frames = encode(Rows(self.index)) if self.index else []
+        messages, start = list[tuple[StoredMessage, Positions]](), 0
+        for payload, size, rows in self.parts:
+            messages.append((StoredMessage(payload, 0, len(frames), start, size), rows))
+            start += size
+        return messages, frames
 
 
 Work = LeasedRows | Step | Give | Receive | LoadWeights | Order | Stop | Lost

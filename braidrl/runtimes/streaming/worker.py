@@ -12,8 +12,7 @@ Rows of a frozen role pass through; rows of a trained role stay with its `Traine
 """
 
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, StreamingConfig
 from braidrl.data.codec import decode, encode
-from braidrl.data.messages import Frame, pack_message, unpack_message
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.errors import LostPeers, UserError, first_line
@@ -30,9 +29,9 @@ from braidrl.flow import Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import Span, WorkerTrace
-from braidrl.queue.calls import GiveBack, Stop
+from braidrl.queue.calls import Done, GiveBack, Stop
 from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled, write_columns
-from braidrl.queue.table import Positions, StoredMessage, StoredRows
+from braidrl.queue.table import Positions, StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.setup import with_data, without_data
 from braidrl.runtimes.replicas import Replica
@@ -60,6 +59,7 @@ from braidrl.runtimes.streaming.work import (
     WeightsGiven,
     WriteRows,
     Written,
+    WrittenColumns,
 )
 from braidrl.training.backends import ShardedBackend
 from braidrl.training.roles.copies import copied_parts
@@ -196,10 +196,6 @@ class StageLoop:
     def _together(self, work: WorkItem) -> None:
         """Do a piece of work on all ranks; each gets the queue's answer, and the index columns of its rows."""
         if self.world.size > 1:
-            if work.has_rows:
-                # Each rank would read them from the blocks of every engine.
-                with suppress(Evicted):
-                    work.bring_index()
             frames = [bytes(frame) for frame in encode(work.inline)] if len(work.inline) else []
             self._broadcast(pack_message((work.answer, frames)))
         self._do(work)
@@ -285,27 +281,33 @@ class StageLoop:
             rows, columns = rows.with_columns(written) if work.positions else rows, {**columns, **written}
             reports.append(span.report())
         part = write_columns(self.context.data, columns) if columns else None
-        parts = self._gathered(part, [(work.lease, work.positions)])
-        if self.client is not None:
-            self.client.done(consumer.name, [(work.lease, None)], parts, reports)
+        self._report(consumer, part, [(work.lease, work.positions)], [(work.lease, None)], reports)
 
     def _report_batch(self, trainer: Trainer) -> None:
         """Report the batch's rows as done if its last stage has run."""
         if not trainer.is_finished:
             return
         part, positions, fields = trainer.finish()
-        written = self._gathered(part, positions)
-        if self.client is not None:
-            self.client.done(trainer.consumer.name, written=written, **fields)
+        self._report(trainer.consumer, part, positions, **fields)
 
-    def _gathered(self, part: StoredRows | None, rows: Positions) -> list[tuple[StoredRows, Positions]]:
-        """Return the locations of all ranks' columns, with their rows as for `Client.done`, to the leader, which
-        reports them.
-        """
-        frames = list[Frame]()
-        described = None if part is None else (part.message(frames), [bytes(frame) for frame in frames], rows)
-        parts = self.world.collect("columns", described, tuple[StoredMessage, list[bytes], Positions] | None)
-        return [(StoredRows.received(message, frames), rows) for message, frames, rows in filter(None, parts)]
+    def _report(
+        self,
+        consumer: Consumer,
+        part: StoredRows | None,
+        rows: Positions,
+        done: Positions,
+        reports: Sequence[dict[str, Any]],
+        totals: dict[str, dict[str, float]] | None = None,
+    ) -> None:
+        """Report rows as done, with the columns that all ranks have written; `rows` are those of this rank's part."""
+        written = WrittenColumns({}, [])
+        if part is not None:
+            index = {name: part.index[name] for name in part.index}
+            written = WrittenColumns(index, [(part.payload, len(part), rows)])
+        written = self.world.reduce_to_first("columns", written, WrittenColumns.of_both, WrittenColumns)
+        if self.client is not None:
+            parts, frames = written.in_message()
+            self.client.report(Done(consumer.name, done, parts, reports, totals), frames)
 
     def _optim_step(self, work: Step) -> None:
         """Make an optimizer step, or copy another role's published weights."""
