@@ -17,9 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from benchmarks.scale.played import GROUPS, SAMPLES, Counted, PlayedGroup, PlayedWorld, join_played
-from benchmarks.scale.runs import CountedRun, median, settings, write_sums
+from benchmarks.scale.played import GROUPS, OF_A_MACHINE, SAMPLES, Counted, PlayedGroup, PlayedWorld, join_played
+from benchmarks.scale.runs import CountedRun, settings, write_sums
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import Reservation
 from braidrl.config.config import ClusterConfig
@@ -101,6 +102,10 @@ class PlayedActor:
             origin, key = values
             rows = first.rows.make(origin, self.rank, len(self.cluster.actors))
             return CallResult(pack_rows(rows.index), tuple(rows.payload), self.rank, key)
+        if method == "load_models":
+            return replace(answer, result=(*answer.result[:1], f"node {self.rank // OF_A_MACHINE}", *answer.result[2:]))
+        if method == "merge_recorded":
+            return CallResult(result=first.merge_recorded(*values))
         if method == "record" and (mine := part_path(values[0], 0)).exists():
             part_path(values[0], self.rank).write_bytes(mine.read_bytes())
         size = next((len(value) for value in values if isinstance(value, Part)), 0)
@@ -133,7 +138,7 @@ class PlayedCluster:
     latest_cluster: "PlayedCluster"
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
-        self.config, self.family, self.own_node = config, "played", "here"
+        self.config, self.family, self.own_node = config, "played", "node 0"
         self.counted, self.actors = Counted(), list[PlayedActor]()
         self.latest: dict[str, Any] = {}
         """The first worker's latest answer to each method."""
@@ -174,16 +179,22 @@ def play(folder: Path, workers: int) -> dict[str, Any]:
         get_actor=lambda name: PlayedCluster.latest_cluster.actors[int(name.rpartition("-")[2])],
         wait=lambda references, **_: (references, []),
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
-        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "here"),
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "node 0"),
     )
     for module in (driver, group, hybrid_worker):
         module.ray = ray  # type: ignore[attr-defined]
     driver.RayCluster = PlayedCluster  # type: ignore[misc,assignment]
     write_sums(folder / "lines.jsonl", 4 * workers)
     start = time.process_time()
-    run = CountedRun(settings(folder, workers, STEPS, *KEYS, f"workers={workers}"), counters)
-    with run:
+    keys = *KEYS, f"workers={workers}"
+    with CountedRun(settings(folder, workers, STEPS, *keys), counters) as run:
         started = time.process_time() - start - PlayedCluster.latest_cluster.counted.modelled_s
         run.train()
-    parts = {"driver": median(run.counted[WARM:])}
+    parts, before = {f"driver, {part}": counts for part, counts in run.parts(WARM).items()}, time.process_time()
+    dist.destroy_process_group()
+    with CountedRun(settings(folder, workers, STEPS + 1, *keys), counters, resume=run.folder):
+        counted = PlayedCluster.latest_cluster.counted
+        seconds = time.process_time() - before - counted.modelled_s
+    sent = {"messages": float(counted.messages["calls"]), "bytes": float(counted.sent["calls"])}
+    parts["driver, resume"] = {"seconds": seconds, **sent}
     return {"devices": workers, "rows": GROUPS * SAMPLES * workers, "start_s": started, "parts": parts}

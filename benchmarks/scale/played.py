@@ -227,6 +227,8 @@ class PlayedWorld(World):
 
     def gather_columns(self, purpose: str, columns: Mapping[str, Tensor], counts: Tensor) -> dict[str, Tensor]:
         """Return the columns of all ranks: separate groups, and otherwise the values of this rank."""
+        if not columns:
+            return {}
         row = sum(bytes_of(column).shape[1] for column in columns.values())
         self.counted.add("columns", row * int(counts.sum() - counts[self.rank - 1]), self.played.rounds)
         packed = torch.cat([bytes_of(column) for column in columns.values()], dim=1)

@@ -2,13 +2,15 @@
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.played import GROUPS, SAMPLES, AnyGap
 from braidrl.config import Config, load_config
-from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.run import StepMetrics, TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
 
 
@@ -31,6 +33,10 @@ def settings(folder: Path, trainers: int, steps: int, *others: str) -> Config:
         "trainer.checkpoint_every=0",
         "trainer.max_tokens_per_device=256",
         f"output={folder / 'runs'}",
+        f"data.eval.held_out={folder / 'lines.jsonl'}",
+        f"evaluation.every={steps}",
+        f"evaluation.samples={SAMPLES}",
+        f"evaluation.max_prompts={GROUPS * trainers}",
     ]
     return load_config(folder / "run.yaml", [*shared, *others])
 
@@ -42,21 +48,46 @@ def write_sums(path: Path, count: int) -> None:
 
 
 class CountedRun(TrainingRun):
-    """A run that subtracts its counters before each step from those after it."""
+    """A run that subtracts its counters before each step, evaluation and checkpoint from those after it."""
 
     def __init__(self, config: Config, counters: Callable[[], Mapping[str, float]], **named: Any) -> None:
         """`counters` returns the present seconds, messages and bytes."""
-        self.counters, self.counted = counters, list[dict[str, float]]()
+        self.counters, self.counted = counters, defaultdict[str, list[Counter[str]]](list)
+        self.nested = Counter[str]()
+        """The counts of parts inside the present one."""
         super().__init__(config, **named)
+
+    @contextmanager
+    def counting(self, part: str) -> Iterator[None]:
+        """Count the block as a part of the run, without the parts inside it."""
+        outer, self.nested, before = self.nested, Counter[str](), self.counters()
+        yield
+        taken = Counter({name: value - before[name] for name, value in self.counters().items()})
+        counts = Counter(taken)
+        counts.subtract(self.nested)
+        self.counted[part].append(counts)
+        outer.update(taken)
+        self.nested = outer
 
     def _start_controller(self) -> None:
         super()._start_controller()
         self.gaps = AnyGap(0.0)
 
     def _one_step(self, state: RunState) -> None:
-        before = self.counters()
-        super()._one_step(state)
-        self.counted.append({name: value - before[name] for name, value in self.counters().items()})
+        with self.counting("step"):
+            super()._one_step(state)
+
+    def _evaluate(self) -> StepMetrics:
+        with self.counting("evaluation"):
+            return super()._evaluate()
+
+    def _save(self, state: RunState, wait: bool = False) -> None:
+        with self.counting("checkpoint"):
+            super()._save(state, wait=True)
+
+    def parts(self, warm: int) -> dict[str, dict[str, float]]:
+        """Return the median of the steps after some that warm caches, and of evaluations and checkpoints."""
+        return {part: median(counts[warm if part == "step" else 0 :]) for part, counts in self.counted.items()}
 
 
 def median(counted: Sequence[Mapping[str, float]]) -> dict[str, float]:

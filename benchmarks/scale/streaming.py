@@ -45,7 +45,19 @@ from braidrl.runtimes.streaming import generate, processes, program, weights
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
-from braidrl.runtimes.streaming.work import Broadcast, Ended, LeasedRows, Loaded, LoadWeights, TakeWork, WrittenColumns
+from braidrl.runtimes.streaming.work import (
+    Broadcast,
+    Ended,
+    LeasedRows,
+    LoadCheckpoint,
+    Loaded,
+    LoadWeights,
+    Order,
+    Save,
+    TakeWork,
+    WrittenColumns,
+)
+from braidrl.runtimes.streaming.worker import StageLoop
 from braidrl.training.pretrained import load_tokenizer
 
 SOCKETS = 500
@@ -55,13 +67,13 @@ STEPS, WARM = 6, 2
 RECORD, LIMIT_S = "what rank 0 says", 600.0
 
 
-def config_of(folder: Path, devices: int) -> Config:
+def config_of(folder: Path, devices: int, steps: int = STEPS) -> Config:
     """Return the configuration of a run on half as many engines and half as many trainer ranks."""
     each = devices // 2
     return settings(
         folder,
         each,
-        STEPS,
+        steps,
         "algorithm.kl_coef=0",
         "runtime=streaming",
         f"streaming.workers={{actor.generate: {each}, actor: {each}}}",
@@ -206,6 +218,15 @@ def play_others(marks: list[dict[str, float]]) -> None:
         worlds.append(StreamedWorld(join_played(rank, group.ranks), record, data))
         return worlds[0]
 
+    obey = StageLoop._obey
+
+    def timed(worker: StageLoop, order: Order) -> None:
+        name = {Save: "checkpoint", LoadCheckpoint: "resume"}.get(type(order.task))
+        start = time.process_time()
+        obey(worker, order)
+        if name is not None:
+            marks.append({name: time.process_time() - start})
+
     finish = Trainer.finish
 
     def counted(trainer: Trainer) -> Any:
@@ -224,6 +245,7 @@ def play_others(marks: list[dict[str, float]]) -> None:
     weights.background_group = lambda: None  # type: ignore[assignment,return-value]
     weights.VersionWriter.begin = of_the_first  # type: ignore[assignment, method-assign]
     Trainer.finish = counted  # type: ignore[assignment, method-assign]
+    StageLoop._obey = timed  # type: ignore[method-assign]
 
 
 class StoredRecord:
@@ -330,8 +352,8 @@ class Crowd:
         set_up_torch(self.config)
         self.arguments = arguments
         self.data = DataPlane(Place(*arguments["place"]), "the other engines", LIMIT_S, arguments["secret"])
-        self.columns: Rows | None = None
-        """Columns that the real stages have written for some rows."""
+        self.columns: dict[str, Rows] = {}
+        """Columns that the real stages of each consumer have written for some rows."""
         self.engine_of: dict[Any, PlayedEngine] = {}
         self.poller, context = zmq.Poller(), zmq.Context()
         for number, holder in enumerate(arguments["holders"]):
@@ -381,11 +403,11 @@ class Crowd:
 
     def _generate(self, engine: PlayedEngine, leased: LeasedRows, inline: Rows) -> None:
         """Report the rows of a lease as generated and checked."""
-        if self.columns is None:
-            self.columns = self._computed(leased, inline)
-        chosen = torch.arange(leased.size) % len(self.columns)
-        columns = dict(self.columns.take(chosen).items())
-        columns["version"] = torch.full_like(self.columns["version"][chosen], engine.version)
+        if leased.consumer not in self.columns:
+            self.columns[leased.consumer] = self._computed(leased, inline)
+        computed = self.columns[leased.consumer]
+        columns = dict(computed.take(torch.arange(leased.size) % len(computed)).items())
+        columns["version"] = torch.full_like(columns["version"], engine.version)
         part, described = write_columns(self.data, columns), list[Frame]()
         message, whole = part.message(described), list(range(leased.size))
         rows = [(leased.lease, whole)]
@@ -401,7 +423,8 @@ class Crowd:
         executor = StageExecutor(prepared, [], Progress(bars=False), [role], ranks, training=False)
         rows = assembled(self.data, inline, leased.payload, leased.size)
         written: dict[str, Any] = {}
-        for stage in Consumers(flow).by_name[leased.consumer].stages:
+        consumers = Consumers(flow).by_name | Consumers(prepared.evaluation).by_name
+        for stage in consumers[leased.consumer].stages:
             new = dict(executor.run(stage, rows.with_columns(written), Sums()))
             written |= new
         executor.close()
@@ -418,13 +441,26 @@ def play(folder: Path, devices: int) -> dict[str, Any]:
     each = devices // 2
     write_sums(folder / "lines.jsonl", 8 * each)
     start = time.process_time()
-    run = CountedRun(config_of(folder, devices), counters)
-    with run:
+    with CountedRun(config_of(folder, devices), counters) as run:
         started = time.process_time() - start
         run.train()
-    parts = {"controller": median(run.counted[WARM:])}
-    for path in sorted(run.folder.glob("played-*")):
-        marks = json.loads(path.read_text())
-        steps = [{key: after[key] - before[key] for key in after} for before, after in pairwise(marks)]
-        parts[path.stem.removeprefix("played-")] = median(steps[WARM:] or steps)
+    parts = {f"controller, {part}": counts for part, counts in run.parts(WARM).items()}
+    parts |= parts_of_processes(run.folder, "checkpoint")
+    before = counters()["seconds"]
+    with CountedRun(config_of(folder, devices, STEPS + 1), counters, resume=run.folder):
+        parts["controller, resume"] = {"seconds": counters()["seconds"] - before}
+    parts |= {name: each for name, each in parts_of_processes(run.folder, "resume").items() if name not in parts}
     return {"devices": devices, "rows": GROUPS * SAMPLES * each, "start_s": started, "parts": parts}
+
+
+def parts_of_processes(folder: Path, order: str) -> dict[str, dict[str, float]]:
+    """Return the median step of each process, and its seconds for an order to save or to load."""
+    parts = dict[str, dict[str, float]]()
+    for path in sorted(folder.glob("played-*")):
+        name, marks = path.stem.removeprefix("played-"), json.loads(path.read_text())
+        orders = [{"seconds": mark.pop(order)} for mark in marks if order in mark]
+        steps = [mark for mark in marks if not {"checkpoint", "resume"} & set(mark)]
+        steps = [{key: after[key] - before[key] for key in after} for before, after in pairwise(steps)]
+        parts |= {name: median(steps[WARM:] or steps)} if steps else {}
+        parts |= {f"{name}, {order}": median(orders)} if orders else {}
+    return parts

@@ -98,8 +98,11 @@ def encode(rows: Rows) -> list[Frame]:
             raise CodecError(f"column {name!r} is {dtype}, which does not travel; use one of {', '.join(DTYPES)}")
         headers.append(ColumnHeader(name, kind, dtype, tuple(tensor.shape)))
         for part in (column.offsets, tensor) if isinstance(column, Ragged) else (tensor,):
-            # numpy has no bfloat16: the values are sent as plain bytes.
-            frames.append(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            part = part.detach().cpu().contiguous()
+            if part.dtype == torch.bfloat16:
+                # numpy has no bfloat16: the values are sent as plain bytes.
+                part = part.view(torch.int16)
+            frames.append(part.numpy().reshape(-1).view(np.uint8).data)
     packed = pack_message([len(rows), headers])
     return [MARK + zlib.crc32(packed).to_bytes(4, "little") + packed, *frames]
 
@@ -129,6 +132,11 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
 def pack_rows(rows: Rows) -> bytes:
     """Encode rows as one message."""
     return bytes(join(encode(rows)))
+
+
+def packed_size(message: Frame) -> int:
+    """Return the number of rows in a message from `pack_rows`; 0 for an empty message."""
+    return read_header(split(message))[0] if len(message) else 0
 
 
 def unpack_rows(message: Frame) -> Rows:

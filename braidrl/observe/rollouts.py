@@ -96,21 +96,6 @@ def publish(path: Path) -> None:
         folder.rmdir()
 
 
-def join_parts(path: Path, parts: Sequence[Path]) -> None:
-    """Publish the files of ranks as one recording, a file or a folder of several.
-
-    Raises ValueError if their columns differ.
-    """
-    names = sorted(pq.read_schema(parts[0]).names)
-    for part in parts:
-        if (columns := sorted(pq.read_schema(part).names)) != names:
-            raise ValueError(f"{part} has other columns than {parts[0]}: {columns}, {names}")
-    shutil.rmtree(unpublished(path), ignore_errors=True)
-    for number, part in enumerate(parts):
-        merge_parts(path, number, [part])
-    publish(path)
-
-
 def parts_of(path: Path) -> list[Path]:
     """Return the file at a path, or the sorted files of a folder."""
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

@@ -15,8 +15,9 @@ from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
 from braidrl.observe.recorded_rows import DTYPES, check_rows, read_rollouts, write_rollouts
 from braidrl.observe.rollouts import (
-    join_parts,
+    merge_parts,
     part_path,
+    publish,
     read_texts,
     recorded_evaluations,
     recorded_steps,
@@ -227,7 +228,8 @@ def test_files_that_ranks_wrote_become_one_recording(tmp_path: Path) -> None:
     names = list(reversed(list(rows)))
     write_rollouts(parts[1], rows.only(names).take([2, 3, 4]), ["p2", "p3", "p4"], ["r2", "r3", "r4"])
     assert recorded_steps(tmp_path) == []
-    join_parts(path, parts)
+    assert merge_parts(path, 0, parts[:1]) == merge_parts(path, 1, parts[1:])
+    publish(path)
     assert_same(read_rollouts(path), rows)
     assert [text["response_text"] for text in read_texts(path)] == [f"r{i}" for i in range(5)]
     assert list(path.parent.iterdir()) == [path]
@@ -239,5 +241,5 @@ def test_parts_with_other_columns_are_not_joined(tmp_path: Path) -> None:
     write_rollouts(parts[0], rows, ["a", "b"], ["a", "b"])
     write_rollouts(parts[1], rows.without([next(iter(rows))]), ["a", "b"], ["a", "b"])
     with pytest.raises(ValueError, match="other columns"):
-        join_parts(path, parts)
+        merge_parts(path, 0, parts)
     assert not path.exists() and all(part.exists() for part in parts)

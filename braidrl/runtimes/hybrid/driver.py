@@ -10,6 +10,8 @@ stage, Handle ──place──▶ group, rows of each rank ──begin──▶
 """
 
 import itertools
+import shutil
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +27,7 @@ from torch import Tensor
 from braidrl.cluster.pools import GENERATE
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.cluster.row_deaths import RowDeaths
-from braidrl.data.codec import payload_forbidden, unpack_rows
+from braidrl.data.codec import packed_size, payload_forbidden
 from braidrl.data.curricula import curriculum_of
 from braidrl.data.loader import Admissions
 from braidrl.data.packing import balanced_partition, in_turn
@@ -38,7 +40,7 @@ from braidrl.flow.signatures import class_and_method, registration_of
 from braidrl.importing import import_function
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.observe.rollouts import join_parts, part_path
+from braidrl.observe.rollouts import publish, unpublished
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.hybrid.group import (
@@ -101,7 +103,7 @@ class HybridBackend:
         key = next(self.keys)
         futures = self.home.call("make", origin, key)
         answers = self.home.wait(futures)
-        output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
+        output, ends = Output(READ), [0, *accumulate(packed_size(answer.index) for answer in answers)]
         output.begin(key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.row))[None])
@@ -254,15 +256,26 @@ class HybridBackend:
         return [text for _, text in sorted(pairs)]
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
-        """Write the rows from the ranks that generated them."""
+        """Write the rows from the ranks that generated them; one worker of each node joins the files of its ranks."""
         group, parts = self._where_made(table)
         self.index(final)
         new = [n for n, output in enumerate(final.outputs) if output not in table.outputs]
         later = Handle(tuple(final.outputs[n] for n in new), final.rows[new])
         shares, added = ([handle.take(rows) for rows in parts] for handle in (table, later))
         group.wait(group.call("record", [ray.put(path.resolve())] * len(parts), shares, added))
-        if written := [part_path(path, rank) for rank, rows in enumerate(parts) if rows]:
-            join_parts(path, written)
+        ranks_of = defaultdict[str, list[int]](list)
+        for rank in (rank for rank, rows in enumerate(parts) if rows):
+            ranks_of[group.nodes[rank]].append(rank)
+        shutil.rmtree(unpublished(path), ignore_errors=True)
+        sent = [
+            group.send(ranks[0], "merge_recorded", (path.resolve(), number, ranks))
+            for number, ranks in enumerate(ranks_of.values())
+        ]
+        names = [answer.result for answer in group.wait(sent)]
+        if any(columns != names[0] for columns in names):
+            raise ValueError(f"ranks have recorded other columns than others: {names}")
+        if names:
+            publish(path)
 
     def save_rows(self, path: Path, table: Handle) -> None:
         """Write the rows from the ranks that generated them, during a running call if there is one."""

@@ -52,6 +52,8 @@ class WorkerGroup:
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """The process of each worker on the driver's machine, after it has loaded its models."""
+    nodes: Sequence[str] = ()
+    """The node of each worker, after it has loaded its models."""
     device: str = ""
     """The kind of device of its workers, after they have loaded their models."""
 
@@ -213,7 +215,7 @@ class RunWorkers:
         for group, answers in zip(fresh, loaded, strict=True):
             results = [answer.result for answer in answers]
             group.processes = [process if node == group.cluster.own_node else None for process, node, _ in results]
-            group.device = results[0][2]
+            group.nodes, group.device = [node for _, node, _ in results], results[0][2]
         self._plan_transfers(fresh)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s

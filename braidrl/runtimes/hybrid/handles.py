@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from braidrl.data.codec import pack_rows, unpack_rows
+from braidrl.data.packing import equal_share
 from braidrl.data.rows import IDENTITY, Rows, merged_rows
 from braidrl.data.token_columns import returned_columns
 from braidrl.flow import Kind, Stage
@@ -117,16 +119,22 @@ class Output:
             weakref.finalize(future, group.unread.append, (future.worker, key)).atexit = False
 
     def finish(self, answers: Sequence[CallResult]) -> None:
+        """Record the answers, whose index columns become those of the output; columns that some row lacks are left
+        out.
+        """
         self.payload = frozenset(column for answer in answers for column in answer.columns)
-        # The positions of each worker's rows, worker after worker.
-        order, workers = self.worker.argsort(stable=True), torch.tensor([future.worker for future in self.futures])
-        ends = torch.searchsorted(self.worker[order], workers, right=True).tolist()
-        starts = torch.searchsorted(self.worker[order], workers).tolist()
-        pieces = list[tuple[Tensor, Rows]]()
-        for start, end, answer in zip(starts, ends, answers, strict=True):
-            positions = order[start:end]
-            pieces.append((positions, unpack_rows(answer.index).take(self.row[positions])))
-        self.index = merged_rows(len(self.worker), pieces)
+        tables = [unpack_rows(answer.index) for answer in answers]
+        filled = [table for table in tables if len(table)]
+        self.index = Rows({})
+        if sum(map(len, filled)) != len(self.worker):
+            return
+        # Row i is row first[worker] + row of the workers' tables, one after the other.
+        first = torch.zeros(1 + max((future.worker for future in self.futures), default=0), dtype=torch.int64)
+        ends = list(accumulate(map(len, tables), initial=0))
+        first[[future.worker for future in self.futures]] = torch.tensor(ends[:-1], dtype=torch.int64)
+        names = [name for name in filled[0] if all(name in table for table in filled)] if filled else []
+        together = Rows.cat([table.only(names) for table in filled])
+        self.index = together.take(first[self.worker] + self.row) if names else together
 
     @cached_property
     def future_of(self) -> dict[int, Future]:
@@ -148,12 +156,13 @@ class Handle:
     output.
 
     `rows` is (outputs, B), -1 if a row is not in an output. `parts` holds the rows of each rank, once they are
-    assigned.
+    assigned. `known` is set for the rows of one rank.
     """
 
     outputs: tuple[Output, ...]
     rows: Tensor
     parts: Sequence[Sequence[int]] | None = None
+    known: "Located | None" = None
 
     def __len__(self) -> int:
         return self.rows.shape[1]
@@ -190,10 +199,33 @@ class Handle:
 
     def divide(self, parts: int) -> "list[Handle]":
         """Return the rows of each rank: the assigned ones, otherwise equal shares of neighbouring rows."""
-        if self.parts is not None:
-            return [self.take(positions) for positions in self.parts]
-        edges = [len(self) * n // parts for n in range(parts + 1)]
-        return [self.take(range(edges[n], edges[n + 1])) for n in range(parts)]
+        shares = self.parts or [equal_share(len(self), number, parts) for number in range(parts)]
+        # All ranks' rows are looked up together, and each rank's are a view.
+        order = torch.tensor(list(chain.from_iterable(shares)), dtype=torch.int64)
+        located, rows, numbers = self.located().take(order), self.rows[:, order], np.arange(len(self.outputs))
+        written, start, handles = (rows >= 0).numpy(), 0, list[Handle]()
+        for share in shares:
+            end = start + len(share)
+            # An unused output would keep its rows on the workers.
+            used = numbers[written[:, start:end].any(1)] if share else numbers
+            outputs = self.outputs if len(used) == len(numbers) else tuple(self.outputs[n] for n in used)
+            known = located.part(used, start, end, arrived(outputs))
+            handles.append(Handle(outputs, rows[used, start:end], None, known))
+            start = end
+        return handles
+
+    def located(self) -> "Located":
+        """Return the index columns that have arrived, and the location of the rows of every output."""
+        if self.known is not None and self.known.arrived == arrived(self.outputs):
+            return self.known
+        workers = np.full((len(self.outputs), len(self)), -1)
+        numbers, rows = np.zeros_like(workers), self.rows.numpy()
+        for output, rows_of_output, its_workers, its_numbers in zip(self.outputs, rows, workers, numbers, strict=True):
+            if output.futures:
+                written = rows_of_output >= 0
+                its_workers[written] = output.worker.numpy()[rows_of_output[written]]
+                its_numbers[written] = output.row.numpy()[rows_of_output[written]]
+        return Located(self.index, workers, numbers, arrived(self.outputs))
 
     def with_output(self, output: Output) -> "Handle":
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
@@ -217,26 +249,52 @@ class Handle:
         """
         if not len(self):
             return Part()
-        kept: list[Kept] = []
-        for output, rows in zip(self.outputs, self.rows, strict=True):
+        kept, located = list[Kept](), self.located()
+        for output, workers, numbers in zip(self.outputs, located.workers, located.numbers, strict=True):
             if not output.holds(reads):
                 continue
-            positions = (rows >= 0).nonzero().flatten()
-            worker_of_row, columns = output.worker[rows[positions]], None
+            columns = None
             if output.index is None:
-                awaited += [output.future_of[worker] for worker in sorted(set(worker_of_row.tolist()))]
+                awaited += [output.future_of[worker] for worker in np.unique(workers[workers >= 0]).tolist()]
             else:
                 columns = tuple(sorted(output.payload if reads is None else output.payload & reads))
-            workers, row_numbers = torch.full((len(self),), -1), torch.zeros(len(self), dtype=torch.int64)
-            workers[positions], row_numbers[positions] = worker_of_row, output.row[rows[positions]]
-            kept.append((output.key, columns, workers.numpy(), row_numbers.numpy()))
-        index = self.index
+            kept.append((output.key, columns, workers, numbers))
+        index = located.index
         if reads is None:
             computed = [output.index for output in self.outputs if output.index and not output.futures]
             names = sorted({name for columns in computed for name in columns})
         else:
             names = [name for name in index if name in reads or name in (*IDENTITY, "length")]
         return Part(len(self), pack_rows(index.only(names)), tuple(kept))
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """Rows as workers receive them: index columns (B), and for each output (outputs, B) the worker of every row, -1 for
+    none, and the row's number there.
+    """
+
+    index: Rows
+    workers: Numbers
+    numbers: Numbers
+    arrived: int
+    """The number of outputs with index columns."""
+
+    def take(self, order: Tensor) -> "Located":
+        """Return rows by position."""
+        positions = order.numpy()
+        workers, numbers = self.workers[:, positions], self.numbers[:, positions]
+        return Located(self.index.take(order), workers, numbers, self.arrived)
+
+    def part(self, outputs: Numbers, start: int, end: int, arrived: int) -> "Located":
+        """Return the rows from one position to another of some outputs, of which `arrived` have index columns."""
+        workers, numbers = self.workers[outputs, start:end], self.numbers[outputs, start:end]
+        return Located(self.index.part(start, end), workers, numbers, arrived)
+
+
+def arrived(outputs: Sequence[Output]) -> int:
+    """Return the number of outputs whose index columns have arrived."""
+    return sum(output.index is not None for output in outputs)
 
 
 def columns_read(stage: Stage) -> frozenset[str]:

@@ -38,7 +38,7 @@ from braidrl.flow.compute import checked, computed, summed
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress
-from braidrl.observe.rollouts import part_path
+from braidrl.observe.rollouts import merge_parts, part_path
 from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
@@ -332,6 +332,10 @@ class HybridWorker:
         if len(part):
             rows, later = self._rows_of(part, None), self._rows_of(added, None)
             self.rows.record(part_path(path, self.rank), rows, later)
+
+    def merge_recorded(self, path: Path, number: int, ranks: Sequence[int]) -> list[str]:
+        """Make the parts of ranks on this node file `number` of a recording; return its columns."""
+        return merge_parts(path, number, [part_path(path, rank) for rank in ranks])
 
     @register(protocol="ALL_TO_ALL")
     def texts(self, part: Part) -> list[RowText]:
