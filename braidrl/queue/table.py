@@ -313,6 +313,8 @@ def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
     """Return the index columns of rows, from the parts of each writer."""
     columns = dict[str, Column]()
     for parts in filter(None, shares.values()):
+        if not list(parts[0].part.index):
+            continue
         # One array of all parts, from which rows are taken once: most parts are small, and needed completely.
         rows, positions, start = list[Rows](), list[int](), 0
         for share in parts:

@@ -3,7 +3,7 @@
 import torch
 
 from braidrl.data.rows import Rows
-from braidrl.queue.table import Block, StoredRows, TablePiece
+from braidrl.queue.table import Block, StoredRows, Table, TablePiece
 from braidrl.runtimes.streaming.work import WrittenColumns
 
 
@@ -36,3 +36,13 @@ def test_rows_are_found_by_group_and_sample() -> None:
     table = Rows({"group": torch.tensor([5, 4, 5, 4]), "sample": torch.tensor([1, 0, 0, 1])})
     wanted = Rows({"group": torch.tensor([4, 5, 4]), "sample": torch.tensor([1, 1, 0])})
     assert table.positions_of(wanted).tolist() == [3, 0, 1]
+
+
+def test_index_columns_come_from_several_parts_in_the_order_of_rows() -> None:
+    table = Table()
+    for first, names in ((0, "abcdefgh"), (8, "ij"), (10, "klm")):
+        numbers, positions = torch.arange(first, first + len(names)), {name: n for n, name in enumerate(names)}
+        table.add(StoredRows(Rows({"number": numbers}), [], "check", dict(positions)))
+        table.add(StoredRows(Rows({}), [TablePiece(None, ["x"], len(names))], "payload", dict(positions)))
+    for rows in ("abcdefghijklm", "mlkjihgfedcba", "ja", "bik", "c"):
+        assert table.index(list(rows), ["check", "payload"])["number"].tolist() == [ord(name) - 97 for name in rows]
