@@ -187,7 +187,8 @@ def play(folder: Path, workers: int) -> dict[str, Any]:
     write_sums(folder / "lines.jsonl", 4 * workers)
     start = time.process_time()
     keys = *KEYS, f"workers={workers}"
-    with CountedRun(settings(folder, workers, STEPS, *keys), counters) as run:
+    run = CountedRun(settings(folder, workers, STEPS, *keys), counters)
+    with run:
         started = time.process_time() - start - PlayedCluster.latest_cluster.counted.modelled_s
         run.train()
     parts, before = {f"driver, {part}": counts for part, counts in run.parts(WARM).items()}, time.process_time()

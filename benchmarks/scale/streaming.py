@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zmq
+from torch import Tensor
 
 from benchmarks.scale.played import GROUPS, SAMPLES, PlayedWorld, join_played
 from benchmarks.scale.runs import CountedRun, median, settings, write_sums
@@ -245,7 +246,7 @@ def play_others(marks: list[dict[str, float]]) -> None:
     weights.background_group = lambda: None  # type: ignore[assignment,return-value]
     weights.VersionWriter.begin = of_the_first  # type: ignore[assignment, method-assign]
     Trainer.finish = counted  # type: ignore[assignment, method-assign]
-    StageLoop._obey = timed  # type: ignore[method-assign]
+    StageLoop._obey = timed  # type: ignore[assignment, method-assign]
 
 
 class StoredRecord:
@@ -312,7 +313,8 @@ class StreamedWorld(PlayedWorld):
             for lease, position in some:
                 rows[lease].append(position)
             part = write_columns(self.data, dict(Rows(columns).take(torch.arange(len(some)) % size).items()))
-            written.append(WrittenColumns(dict(part.index.items()), [(part.payload, len(part), list(rows.items()))]))
+            index = {name: column for name, column in part.index.items() if isinstance(column, Tensor)}
+            written.append(WrittenColumns(index, [(part.payload, len(part), list(rows.items()))]))
         return written
 
 
@@ -407,7 +409,7 @@ class Crowd:
             self.columns[leased.consumer] = self._computed(leased, inline)
         computed = self.columns[leased.consumer]
         columns = dict(computed.take(torch.arange(leased.size) % len(computed)).items())
-        columns["version"] = torch.full_like(columns["version"], engine.version)
+        columns["version"] = torch.full((leased.size,), engine.version)
         part, described = write_columns(self.data, columns), list[Frame]()
         message, whole = part.message(described), list(range(leased.size))
         rows = [(leased.lease, whole)]
@@ -441,7 +443,8 @@ def play(folder: Path, devices: int) -> dict[str, Any]:
     each = devices // 2
     write_sums(folder / "lines.jsonl", 8 * each)
     start = time.process_time()
-    with CountedRun(config_of(folder, devices), counters) as run:
+    run = CountedRun(config_of(folder, devices), counters)
+    with run:
         started = time.process_time() - start
         run.train()
     parts = {f"controller, {part}": counts for part, counts in run.parts(WARM).items()}
@@ -458,7 +461,7 @@ def parts_of_processes(folder: Path, order: str) -> dict[str, dict[str, float]]:
     parts = dict[str, dict[str, float]]()
     for path in sorted(folder.glob("played-*")):
         name, marks = path.stem.removeprefix("played-"), json.loads(path.read_text())
-        orders = [{"seconds": mark.pop(order)} for mark in marks if order in mark]
+        orders = [{"seconds": mark[order]} for mark in marks if order in mark]
         steps = [mark for mark in marks if not {"checkpoint", "resume"} & set(mark)]
         steps = [{key: after[key] - before[key] for key in after} for before, after in pairwise(steps)]
         parts |= {name: median(steps[WARM:] or steps)} if steps else {}
