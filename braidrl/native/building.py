@@ -65,8 +65,8 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
     "layers": {
         "norm_forward": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],
         "norm_backward": [None, *[POINTER] * 6, *[LONG] * 3, INT],
-        "gate_forward": [None, *[POINTER] * 3, LONG, INT],
-        "gate_backward": [None, *[POINTER] * 5, LONG, INT],
+        "gate_forward": [None, *[POINTER] * 3, *[LONG] * 3, INT],
+        "gate_backward": [None, *[POINTER] * 5, *[LONG] * 3, INT],
     },
     "products": {
         "pack": [None, *[POINTER] * 2, *[LONG] * 2, INT],

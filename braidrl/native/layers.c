@@ -39,22 +39,33 @@ void norm_backward(const number *grad, const number *x, const number *weight, co
     }
 }
 
-/* out = silu(gate) * up */
-void gate_forward(const number *restrict gate, const number *restrict up, number *restrict out, int64_t count, int threads) {
-#pragma omp parallel for simd num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        float g = load(gate[i]);
-        out[i] = store(g / (1.0f + exponential(-g)) * load(up[i]));
+/* out = silu(gate) * up, of rows whose gates and values of up begin `stride` numbers apart. */
+void gate_forward(const number *gate, const number *up, number *out, int64_t rows, int64_t width, int64_t stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const number *restrict gates = gate + r * stride, *restrict ups = up + r * stride;
+        number *restrict o = out + r * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            float g = load(gates[i]);
+            o[i] = store(g / (1.0f + exponential(-g)) * load(ups[i]));
+        }
     }
 }
 
-/* With s = sigmoid(gate): grad_up = grad * gate * s, grad_gate = grad * up * s * (1 + gate * (1 - s)). */
-void gate_backward(const number *restrict grad, const number *restrict gate, const number *restrict up,
-                   number *restrict grad_gate, number *restrict grad_up, int64_t count, int threads) {
-#pragma omp parallel for simd num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        float g = load(gate[i]), sigmoid = 1.0f / (1.0f + exponential(-g));
-        grad_up[i] = store(load(grad[i]) * g * sigmoid);
-        grad_gate[i] = store(load(grad[i]) * load(up[i]) * sigmoid * (1.0f + g * (1.0f - sigmoid)));
+/* With s = sigmoid(gate): grad_up = grad * gate * s, grad_gate = grad * up * s * (1 + gate * (1 - s)). Both gradients have
+   the stride of the gates. */
+void gate_backward(const number *grad, const number *gate, const number *up, number *grad_gate, number *grad_up,
+                   int64_t rows, int64_t width, int64_t stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const number *restrict grads = grad + r * width, *restrict gates = gate + r * stride, *restrict ups = up + r * stride;
+        number *restrict to_gate = grad_gate + r * stride, *restrict to_up = grad_up + r * stride;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            float g = load(gates[i]), sigmoid = 1.0f / (1.0f + exponential(-g));
+            to_up[i] = store(load(grads[i]) * g * sigmoid);
+            to_gate[i] = store(load(grads[i]) * load(ups[i]) * sigmoid * (1.0f + g * (1.0f - sigmoid)));
+        }
     }
 }

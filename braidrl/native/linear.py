@@ -46,6 +46,16 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return onednn(x, weight, bias)
 
 
+def product_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Write `product` of x (M, K) and weight (N, K), without gradients, to `out` (M, N)."""
+    if prefers_onednn() and in_memory(x, weight) and x.dtype == weight.dtype == torch.float32:
+        out.copy_(onednn(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 @cache
 def has_row_product(dtype: torch.dtype) -> bool:
     """Return True if this processor has the vector units of `row_product`, and no units that multiply bfloat16."""
@@ -155,6 +165,14 @@ def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
     for product_of_part in products:
         total.add_(product_of_part)
     return total.t() if transposes else total
+
+
+def weight_gradient_into(out: Tensor, grads: Tensor, x: Tensor) -> None:
+    """Write `weight_gradient` to `out` (N, K)."""
+    if _by_onednn(grads):
+        out.copy_(weight_gradient(grads, x))
+    else:
+        torch.mm(grads.t(), x, out=out)
 
 
 def _by_onednn(tensor: Tensor) -> bool:

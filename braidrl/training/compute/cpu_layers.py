@@ -4,12 +4,14 @@ They take one pass over memory instead of five to ten. Modules keep transformers
 before on another device or in another dtype. The experts of a mixture are in `experts.py`.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations.moe import _default_apply_gate
 
 from braidrl.native.building import address, in_memory, library
 from braidrl.training.compute.attention import COMPILED
@@ -26,11 +28,10 @@ PARTS = 16
 
 
 @cache
-def derived(kind: Any, forward: Any) -> Any:
-    """Return a subclass of `kind` with another forward; the original is `plain_forward`."""
-    return type(
-        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
-    )
+def derived(kind: Any, forward: Any, name: str = "forward") -> Any:
+    """Return a subclass of `kind` with another forward, or another method `name`; the original is `plain_forward`."""
+    methods = {name: forward, "__module__": kind.__module__, f"plain_{name}": getattr(kind, name)}
+    return type(kind.__name__, (kind,), methods)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -49,6 +50,8 @@ def compile_layers(model: PreTrainedModel) -> None:
             module.__class__ = derived(kind, gate_of)
         elif name in ATTENTIONS:
             setattr(module, COMPILED, True)
+        elif getattr(kind, "_apply_gate", None) is _default_apply_gate and type(module.act_fn).__name__ in SILU:
+            module.__class__ = derived(kind, gate_of_experts, "_apply_gate")
 
 
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
@@ -64,6 +67,13 @@ def gate_of(module: Any, x: Tensor) -> Tensor:
     if not in_memory(x, weight) or x.dtype not in DTYPES or x.dtype != weight.dtype:
         return module.plain_forward(x)
     return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
+
+
+def gate_of_experts(module: Any, both: Tensor) -> Tensor:
+    """Return silu(gate) · up, (S, I), of rows of both, (S, 2 I)."""
+    if not in_memory(both) or both.dtype not in DTYPES:
+        return module.plain__apply_gate(both)
+    return _GateOfHalves.apply(both)
 
 
 class _Norm(torch.autograd.Function):
@@ -108,26 +118,59 @@ class _Norm(torch.autograd.Function):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up, dtype = gate.contiguous(), up.contiguous(), gate.dtype
-        out = torch.empty_like(gate)
-        library("layers", dtype).gate_forward(
-            address(gate, dtype), address(up, dtype), address(out, dtype), gate.numel(), torch.get_num_threads()
-        )
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        gate_forward(address(gate, gate.dtype), address(up, gate.dtype), out, gate.shape[-1])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        grad, dtype = grads[0].contiguous(), gate.dtype
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        library("layers", dtype).gate_backward(
-            address(grad, dtype),
-            address(gate, dtype),
-            address(up, dtype),
-            address(grad_gate, dtype),
-            address(grad_up, dtype),
-            gate.numel(),
-            torch.get_num_threads(),
-        )
-        return grad_gate, grad_up
+        dtype, to_gate, to_up = gate.dtype, torch.empty_like(gate), torch.empty_like(up)
+        pointers = [address(tensor, dtype) for tensor in (gate, up, to_gate, to_up)]
+        gate_backward(grads[0].contiguous(), pointers, gate.shape[-1])
+        return to_gate, to_up
+
+
+class _GateOfHalves(torch.autograd.Function):
+    """As `_Gate`, of gates and values of up side by side, (..., 2 W)."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        both = both.contiguous()
+        ctx.save_for_backward(both)
+        out = both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+        gate_forward(*halves(both), out, both.shape[-1])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        to_both = torch.empty_like(both)
+        gate_backward(grads[0].contiguous(), [*halves(both), *halves(to_both)], both.shape[-1])
+        return to_both
+
+
+def halves(both: Tensor) -> tuple[int, int]:
+    """Return the addresses of the first row's halves."""
+    start = address(both, both.dtype)
+    return start, start + both.shape[-1] // 2 * both.itemsize
+
+
+def gate_forward(gate: int, up: int, out: Tensor, stride: int) -> None:
+    """Write silu(gate) · up to `out` (..., W), of the gates and values at these addresses, whose rows begin `stride`
+    numbers apart.
+    """
+    width, dtype = out.shape[-1], out.dtype
+    sizes = out.numel() // max(width, 1), width, stride, torch.get_num_threads()
+    library("layers", dtype).gate_forward(gate, up, address(out, dtype), *sizes)
+
+
+def gate_backward(grad: Tensor, pointers: Sequence[int], stride: int) -> None:
+    """Write the gradients of `gate_forward`, from `grad` (..., W); the pointers are those of gate, up, and of their
+    gradients.
+    """
+    width, dtype = grad.shape[-1], grad.dtype
+    sizes = grad.numel() // max(width, 1), width, stride, torch.get_num_threads()
+    library("layers", dtype).gate_backward(address(grad, dtype), *pointers, *sizes)

@@ -4,7 +4,8 @@ tokens (S) ──sort by expert──▶ | rows of expert 0 | rows of expert 1 |
 
 On CUDA transformers' grouped products do the same in one kernel. On a CPU they loop over MKL's products, whose bits
 depend on the number of rows, and they support no float64. Here each slice goes through `product`, which also adds the
-bias, or without gradients through `row_product`, where this processor has it.
+bias, or without gradients through `row_product`, where this processor has it. With gradients an expert's rows pass all
+steps before those of the next one, so that they stay in the processor's cache (`_Experts`).
 
 An adapter of stacked matrices has factors for each expert, and its products go over the same slices:
 
@@ -13,16 +14,17 @@ An adapter of stacked matrices has factors for each expert, and its products go 
 Shapes: T tokens, K experts of a token, S = T·K rows, E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 from braidrl.native.building import in_memory
-from braidrl.native.linear import has_row_product, product, row_product
+from braidrl.native.linear import has_row_product, product, product_into, row_product, weight_gradient_into
 
 EXPERTS = "braid"
 """The name of this implementation of experts in transformers."""
@@ -54,6 +56,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     sorting = Sorting.of(top_k_index)
     experts = top_k_index.reshape(-1)[sorting.order]
     products = ExpertProducts(experts, self.num_experts, row_product if exact else product)
+    if hidden_states.is_cpu and torch.is_grad_enabled() and is_of_matrices(self) and not downs:
+        return in_turn(self, hidden_states, top_k_weights, sorting, products.counts.tolist())
 
     def multiplied(rows: Tensor, name: str) -> Tensor:
         weights, biases = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
@@ -74,6 +78,27 @@ def is_batch_invariant(experts: Any, states: Tensor) -> bool:
     if torch.is_grad_enabled() or not states.is_cpu or experts.is_transposed:
         return False
     return in_memory(states, experts.down_proj) and has_row_product(states.dtype)
+
+
+def is_of_matrices(experts: Any) -> bool:
+    """Return True for experts whose only parameters are the matrices and biases of two products."""
+    names = {name for name, _ in experts.named_parameters()}
+    return names <= {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
+
+
+def in_turn(experts: Any, states: Tensor, weights: Tensor, sorting: "Sorting", sizes: list[int]) -> Tensor:
+    """Return the weighted sums (T, D) of tokens (T, D) by weights (T, K), one expert after the other."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    matrices: list[Tensor | None] = []
+    for name in (first, "down_proj"):
+        matrix = getattr(experts, name)
+        matrices += [
+            matrix.mT if experts.is_transposed else matrix,
+            getattr(experts, f"{name}_bias") if experts.has_bias else None,
+        ]
+    activate = experts._apply_gate if experts.has_gate else experts.act_fn
+    sums: Tensor = _Experts.apply(states, weights, *matrices, activate, sorting, sizes)
+    return sums
 
 
 @dataclass(frozen=True)
@@ -104,6 +129,94 @@ class Sorting:
         """Return each token's sum (T, D) of its rows among the sorted ones (S, D), by weights (T, K)."""
         sums: Tensor = _WeightedSums.apply(rows, weights, self)
         return sums
+
+
+class _Experts(torch.autograd.Function):
+    """Sums of each token's experts. Only the first product's results are kept for the backward pass.
+
+    With y = W a + b of a row with weight w, and the gradient g of its token's sum: ∂w = gᵀy = (Wᵀg)ᵀa + gᵀb.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        activate: Callable[[Tensor], Tensor],
+        sorting: Sorting,
+        sizes: list[int],
+    ) -> Tensor:
+        scales = weights.reshape(-1, 1).index_select(0, sorting.order)
+        inner, sums = states.new_empty((len(scales), up.shape[1])), accumulator(states)
+        for expert, rows, tokens in slices(sorting, sizes):
+            product_into(inner[rows], states.index_select(0, tokens), up[expert], bias_of(up_bias, expert))
+            outputs = product(activate(inner[rows]), down[expert], bias_of(down_bias, expert)) * scales[rows]
+            sums.index_add_(0, tokens, outputs.to(sums.dtype))
+        ctx.save_for_backward(states, scales, up, up_bias, down, down_bias, inner)
+        ctx.activate, ctx.sorting, ctx.sizes, ctx.weights = activate, sorting, sizes, weights.shape
+        return sums.to(states.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states, scales, up, up_bias, down, down_bias, inner = ctx.saved_tensors
+        (gradient,), (of_states, of_weights, *of_matrices) = gradients, ctx.needs_input_grad[:6]
+        to_states, to_scales = accumulator(states) if of_states else None, torch.zeros_like(scales)
+        to_up, to_up_bias, to_down, to_down_bias = to_matrices = [
+            torch.empty_like(matrix, memory_format=torch.contiguous_format) if needed else None
+            for matrix, needed in zip((up, up_bias, down, down_bias), of_matrices, strict=True)
+        ]
+        for expert in [number for number, size in enumerate(ctx.sizes) if not size]:
+            for stack in to_matrices:
+                if stack is not None:
+                    stack[expert].zero_()
+        for expert, rows, tokens in slices(ctx.sorting, ctx.sizes):
+            to_outputs = gradient.index_select(0, tokens)
+            with torch.enable_grad():
+                before = inner[rows].detach().requires_grad_()
+                active = ctx.activate(before)
+            to_active, scale = product(to_outputs, down[expert].t()), scales[rows]
+            if of_weights:
+                values = torch.linalg.vecdot(to_active, active.detach())
+                values = values if down_bias is None else values + to_outputs @ down_bias[expert]
+                to_scales[rows] = values[:, None].to(scales.dtype)
+            if to_down is not None:
+                scaled = (active.detach() * scale).to(to_outputs.dtype)
+                weight_gradient_into(to_down[expert], to_outputs, scaled)
+            if to_down_bias is not None:
+                to_down_bias[expert] = (to_outputs * scale).sum(0)
+            (to_inner,) = torch.autograd.grad(active, before, (to_active * scale).to(active.dtype))
+            if to_up is not None:
+                weight_gradient_into(to_up[expert], to_inner, states.index_select(0, tokens))
+            if to_up_bias is not None:
+                to_up_bias[expert] = to_inner.sum(0)
+            if to_states is not None:
+                to_states.index_add_(0, tokens, product(to_inner, up[expert].t()).to(to_states.dtype))
+        to_weights = to_scales.index_select(0, ctx.sorting.positions).view(ctx.weights) if of_weights else None
+        summed = None if to_states is None else to_states.to(states.dtype)
+        return summed, to_weights, to_up, to_up_bias, to_down, to_down_bias, None, None, None
+
+
+def slices(sorting: Sorting, sizes: list[int]) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield each expert that has rows, with their slice among the sorted ones and their tokens."""
+    start = 0
+    for expert, tokens in enumerate((sorting.order // sorting.experts_per_token).split(sizes)):
+        if len(tokens):
+            yield expert, slice(start, start + len(tokens)), tokens
+        start += len(tokens)
+
+
+def accumulator(states: Tensor) -> Tensor:
+    """Return zeros to which rows of half precision are added without rounding each sum to it."""
+    return torch.zeros_like(states, dtype=torch.promote_types(states.dtype, torch.float32))
+
+
+def bias_of(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert]
 
 
 class _SortedRows(torch.autograd.Function):

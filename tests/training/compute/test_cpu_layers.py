@@ -9,7 +9,7 @@ from torch import nn
 from braidrl.native import linear
 from braidrl.native.linear import ProductLinear, add_weight_gradient, product, use_fast_products, weight_gradient
 from braidrl.training.compute.attention import PackedSequences
-from braidrl.training.compute.cpu_layers import _Gate, _Norm, compile_layers, norm_of
+from braidrl.training.compute.cpu_layers import _Gate, _GateOfHalves, _Norm, compile_layers, norm_of
 from tests.training.compute.test_attention import CONFIGS, LENGTHS, SIZES, models
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -46,6 +46,15 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> N
         part = slice(row, row + 1)
         assert torch.equal(_Gate.apply(gate[part], up[part]), gated[part])
         assert torch.equal(_Norm.apply(gate[part], weight, 1e-6), normed[part])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_gate_of_experts_has_the_bits_of_the_gate_of_its_halves(dtype: torch.dtype) -> None:
+    both = torch.randn(37, 100).to(dtype).requires_grad_()
+    results = [_GateOfHalves.apply(both), _Gate.apply(*both.chunk(2, -1))]
+    assert torch.equal(*results)
+    gradients = [torch.autograd.grad(result.float().square().sum(), both)[0] for result in results]
+    assert torch.equal(*gradients)
 
 
 def test_layers_in_float64_compute_as_before() -> None:
