@@ -88,7 +88,7 @@ def test_a_step_trains_on_exactly_what_was_generated_in_tasks_of_harbor(tmp_path
             "trainer.prompts_per_step=1",
             "rollout.samples_per_prompt=3",
             "threads=1",
-            f"rollout.environment.name=harbor:{tmp_path}/data/tasks",
+            f"rollout.environment.harbor={tmp_path}/data/tasks",
             f"rollout.environment.python={AGENTS}",
         ],
     )

@@ -51,8 +51,9 @@ def two_steps(name: str, folder: Path) -> list[Rows]:
             "evaluation.every=2",
             "evaluation.max_prompts=4",
             "threads=1",
-            f"rollout.environment.name={environment_of(name)}",
-            *([f"rollout.environment.python={AGENTS}"] if name == "coding_agent" else []),
+            f"rollout.environment.python={AGENTS}"
+            if name == "coding_agent"
+            else f"rollout.environment.name={environment_of(name)}",
         ],
     )
     run = train(config)
