@@ -94,7 +94,7 @@ def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str
         elif name == "outside_agent":
             tries = torch.where(rows["reward"] == 1, 1, 2)
             assert torch.equal(rows["sequence_lengths"].lengths, tries), "a conversation is one sequence"
-        else:
+        elif name != "coding_agent":  # its agent leaves replies without a call out of the conversation
             assert (rows["sequence_lengths"].lengths == 1).all()
 
 
