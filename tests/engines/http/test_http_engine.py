@@ -5,6 +5,7 @@ refusals.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -317,6 +318,7 @@ def drawn(*tokens: Any, log_prob: Any = -1.0) -> str:
     return json.dumps({"meta_info": {"output_token_logprobs": [[log_prob, token, None] for token in tokens]}})
 
 
+RAW = b"HTTP/1.1 200 OK\r\n"
 HOSTILE = {
     "a token beyond 64 bits": (drawn(2**70), "token"),
     "a token beyond the vocabulary": (drawn(10**6), "token"),
@@ -330,6 +332,13 @@ HOSTILE = {
     "700 MB": (None, "bytes"),
     "another address": (307, "rollout.servers"),
     "an address that escapes": (308, "rollout.servers"),
+    "a page": ("<html><title>Sign in</title>\x1b[2J</html>", "no JSON object"),
+    "a small answer that becomes large": (gzip.compress(b" " * (64 << 20)), "bytes"),
+    "a coding that ends early": (b"{", "without tokens"),
+    "a header that is none": (RAW + b"X: \x1b[2J\x00\r\n\r\n{}", "does not answer"),
+    "fewer bytes than it names": (RAW + b"Content-Length: 100\r\n\r\n{", "does not answer"),
+    "a chunk of no size": (RAW + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "does not answer"),
+    "headers without end": (RAW + b"X: 1\r\n" * 100_000, "does not answer"),
 }
 """Answers of a server, and what the line about each names."""
 
@@ -347,6 +356,12 @@ def test_an_answer_that_was_not_asked_for_ends_in_a_line(kind: str, monkeypatch:
             raise web.HTTPTemporaryRedirect("/generate?again")
         if isinstance(said, str):
             return web.Response(text=said)
+        if isinstance(said, bytes):
+            if not said.startswith(RAW):
+                return web.Response(body=said, headers={"Content-Encoding": "gzip"})
+            assert asked.transport is not None
+            asked.transport.write(said)
+            asked.transport.close()
         large = web.StreamResponse()
         await large.prepare(asked)
         with suppress(ConnectionError):
