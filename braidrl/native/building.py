@@ -31,6 +31,9 @@ HEADER = NATIVE / "numbers.h"
 FLAGS = (
     "-O3",
     "-march=native",
+    # For some processors gcc writes x += a * b as two operations where sums are few: a row's bits would depend on the
+    # number of rows.
+    "--param=avoid-fma-max-bits=0",
     "-fopenmp",
     "-shared",
     "-fPIC",
