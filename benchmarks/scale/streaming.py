@@ -449,9 +449,9 @@ def play(folder: Path, devices: int) -> dict[str, Any]:
         run.train()
     parts = {f"controller, {part}": counts for part, counts in run.parts(WARM).items()}
     parts |= parts_of_processes(run.folder, "checkpoint")
-    before = counters()["seconds"]
+    before = time.process_time()
     with CountedRun(config_of(folder, devices, STEPS + 1), counters, resume=run.folder):
-        parts["controller, resume"] = {"seconds": counters()["seconds"] - before}
+        parts["controller, resume"] = {"seconds": time.process_time() - before}
     parts |= {name: each for name, each in parts_of_processes(run.folder, "resume").items() if name not in parts}
     return {"devices": devices, "rows": GROUPS * SAMPLES * each, "start_s": started, "parts": parts}
 
