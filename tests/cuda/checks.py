@@ -8,7 +8,9 @@ use float64, are compared with `allowed.py` after each run.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from braidrl.runtimes.streaming.weights import side_stream
 from braidrl.training.acceptance import OPTIONAL, all_findings
 from braidrl.training.backends import BackendSpec
 from braidrl.training.compute import cuda_layers as layers
-from braidrl.training.compute import log_probs
+from braidrl.training.compute import log_probs, slots
 from braidrl.training.compute.cuda_layers import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.training.compute.log_probs import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.training.decoders.body import PACKED
@@ -143,6 +145,57 @@ def test_fused_layers_match_torch(
         assert fused[key] == pytest.approx(plain[key], rel=1e-4, abs=1e-6), key
     assert called == {"rms_norm", "silu_gate", "rotary"}
     check_places(twin)
+
+
+def launches_of_a_layer(tmp_path: Path, kernels: bool) -> dict[str, dict[str, int]]:
+    """Return the launches of one layer in a recorded decode step, and in the forward pass of an update."""
+    counts: dict[str, list[Counter[str]]] = {"decode": [], "forward": []}
+
+    def counting(name: str, function: Any, twin: CudaTwin) -> Any:
+        def compute(*given: Any, **named: Any) -> Any:
+            twin.launches = launches = Counter()
+            try:
+                return function(*given, **named)
+            finally:
+                twin.launches = None
+                counts[name].append(launches)
+
+        return compute
+
+    for layers_of_model in (1, 2):
+        folder = write_everything(tmp_path / str(layers_of_model), layers=layers_of_model)
+        with cuda_twin() as twin, pytest.MonkeyPatch.context() as patches:
+            patches.setattr(slots, "scaled_dot_product_attention", twin.kernel(slots.scaled_dot_product_attention))
+            fused = LayerKernels("cuda", *map(twin.kernel, (rms_norm, silu_gate, rotary))) if kernels else None
+            patches.setattr(layers, "layer_kernels", lambda fused=fused: fused)
+            patches.setattr(torch.cuda, "graph", counted_graph(torch.cuda.graph, twin, counts["decode"]))
+            patches.setattr(RoleWorker, "hidden_states", counting("forward", RoleWorker.hidden_states, twin))
+            run(folder, tmp_path / f"run{layers_of_model}", rollout__compile=True)
+    steps = {name: (of_both[0], of_both[len(of_both) // 2]) for name, of_both in counts.items()}
+    return {name: dict(two - one) for name, (one, two) in steps.items()}
+
+
+def counted_graph(graph: Any, twin: CudaTwin, counts: list[Counter[str]]) -> Any:
+    """Return `torch.cuda.graph` that counts the launches of what it records."""
+
+    @contextmanager
+    def recorded(*given: Any, **named: Any) -> Iterator[None]:
+        with graph(*given, **named):
+            twin.launches = launches = Counter()
+            yield
+        twin.launches = None
+        counts.append(launches)
+
+    return recorded
+
+
+@pytest.mark.parametrize(("kernels", "decode", "forward"), [(False, 56, 57), (True, 18, 19)])
+def test_launches_of_a_layer(kernels: bool, decode: int, forward: int, tmp_path: Path) -> None:
+    """Qwen3 on CUDA: seven products, four norms, two residual sums, rotation, gate, attention, two writes of keys."""
+    launches = launches_of_a_layer(tmp_path, kernels)
+    print(kernels, {name: (sum(counts.values()), counts) for name, counts in launches.items()})
+    assert sum(launches["decode"].values()) <= decode
+    assert sum(launches["forward"].values()) <= forward
 
 
 def test_a_run_resumes_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:

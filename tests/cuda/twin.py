@@ -10,7 +10,8 @@ The mode records each place in Braid that makes the host wait for the device, or
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -49,6 +50,12 @@ def shadow(value: Any) -> Any:
     return value.twin if isinstance(value, FakeTensor) else value
 
 
+def is_view(function: Any) -> bool:
+    """Return True for an operation that computes nothing: its result is a view of an argument."""
+    aliases = (result.alias_info for result in function._schema.returns)
+    return function is aten._unsafe_view.default or any(alias and not alias.is_write for alias in aliases)
+
+
 def place() -> str:
     """Return Braid's innermost running function as FILE:FUNCTION."""
     frame: FrameType | None = sys._getframe(1)
@@ -72,6 +79,9 @@ class CudaTwin(TorchDispatchMode):
         self.waits: dict[str, str] = {}
         self.doubles: dict[str, str] = {}
         self.operations: list[tuple[Any, Any, Any, Any]] | None = None
+        self.launches: Counter[str] | None = None
+        """Kernels by name since it was set to an empty counter."""
+        self._in_kernel = 0
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     @classmethod
@@ -114,6 +124,22 @@ class CudaTwin(TorchDispatchMode):
     def _record(self, *operation: Any) -> None:
         if self.operations is not None:
             self.operations.append(operation)
+        if self.launches is not None and not self._in_kernel and not is_view(operation[0]):
+            self.launches[operation[0].name()] += 1
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that counts as one launch, whatever operations it makes."""
+
+        def launch(*given: Any, **named: Any) -> Any:
+            if self.launches is not None and not self._in_kernel:
+                self.launches[function.__name__] += 1
+            self._in_kernel += 1
+            try:
+                return function(*given, **named)
+            finally:
+                self._in_kernel -= 1
+
+        return launch
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Execute the operation on the shadows."""
