@@ -263,7 +263,7 @@ def test_weight_update_uses_its_own_cuda_stream(twin: CudaTwin) -> None:
     came = dict(file.tensors())
     assert torch.equal(came["a"], weight) and torch.equal(came["b"], weight[:, 8:])
     # The writer thread waits for its copies into the file.
-    assert twin.waits.keys() <= {"weights/shards.py:WeightPart.put"}
+    assert twin.waits.keys() <= {"weights/transfer.py:WeightTransfer._copy_here"}
 
 
 def test_a_tensor_on_the_wrong_device_is_found(

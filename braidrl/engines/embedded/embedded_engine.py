@@ -402,7 +402,7 @@ class EmbeddedEngine(SteppingEngine):
             self._add_routes(values, routing, len(tokens))
             states = self._states.first(len(tokens))
         self.tokens_generated += len(self._rows)
-        ended = states.advance(tokens, values).nonzero().flatten().tolist()
+        ended = indices_of(states.advance(tokens, values))
         ids = tokens.tolist() if self._watched else []
         return ended, {slot: [ids[slot]] for slot in self._watched}
 
@@ -583,3 +583,9 @@ class EmbeddedEngine(SteppingEngine):
             self._is_decoding = False
             for module in training:
                 module.training = True
+
+
+def indices_of(mask: Tensor) -> list[int]:
+    """Return the indices of True in a mask (B,); the host waits for the device."""
+    indices: list[int] = mask.nonzero().flatten().tolist()
+    return indices
