@@ -1,4 +1,4 @@
-"""What the played runs of all runtimes share: their settings, their data, and a run that counts each step."""
+"""Settings, data, and a training run that counts each step, for the simulated runs of all runtimes."""
 
 import json
 import statistics
@@ -48,7 +48,7 @@ def write_sums(path: Path, count: int) -> None:
 
 
 class CountedRun(TrainingRun):
-    """A run that subtracts its counters before each step, evaluation and checkpoint from those after it."""
+    """A training run that counts the seconds, messages and bytes of each step, evaluation and checkpoint."""
 
     def __init__(self, config: Config, counters: Callable[[], Mapping[str, float]], **named: Any) -> None:
         """`counters` returns the present seconds, messages and bytes."""

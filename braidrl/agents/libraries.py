@@ -380,7 +380,7 @@ def harbor(
 
 @dataclass(frozen=True)
 class Sources:
-    """What the processes of an environment see beside their interpreter's packages."""
+    """The files that the processes of an environment see beside their interpreter's packages."""
 
     file: Path | None = None
     """The user's code."""

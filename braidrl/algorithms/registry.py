@@ -181,7 +181,7 @@ class Registry(dict[str, Entry]):
 
 
 class FunctionParameters(NamedTuple):
-    """What the parameters of a registered function say."""
+    """The columns and settings of a registered function, read from its signature."""
 
     reads: tuple[str, ...]
     """Columns that it needs."""

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from examples.small_model import make_tokenizer, write_jsonl, write_model
-from examples.tool_arithmetic.task import CALLS, MARKS, TEMPLATE, demonstrations, problems, question
+from examples.tool_arithmetic.task import CALLS, MARKS, TEMPLATE, answers, demonstrations, problems, question
 from examples.two_stages import first_and_last, imitate_then_learn
 
 HERE = Path(__file__).parent
@@ -22,6 +22,7 @@ def prepare(folder: Path, seed: int) -> None:
     write_jsonl(folder / "held_out.jsonl", questions[:64])
     write_jsonl(folder / "train.jsonl", questions[64:])
     write_jsonl(folder / "demonstrations.jsonl", demonstrations(1000, seed + 1))
+    write_jsonl(folder / "answers.jsonl", answers(1000, seed + 1))
     phrases = [*CALLS, ', "b":', "}}</tool_call>"]
     words = " ".join(["what is plus times", *map(str, range(82))])
     write_model(folder / "untrained", make_tokenizer(phrases, words, TEMPLATE, MARKS), seed)

@@ -69,6 +69,17 @@ def call(tool: str, a: int, b: int) -> str:
     return f'<tool_call>{{"name": "{tool}", "arguments": {{"a": {a} , "b": {b} }}}}</tool_call>'
 
 
+def answers(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Return the answers of a teacher without tools, who guesses in half of the examples."""
+    source = random.Random(seed)
+    for problem in problems(count, seed):
+        asked = question(*problem)
+        yield {
+            "prompt": asked["prompt"],
+            "response": asked["answer"] if source.random() < 0.5 else str(source.randrange(19)),
+        }
+
+
 def demonstrations(count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Return both turns of a teacher that takes any tool in three of five examples, and is therefore wrong in three of
     ten.

@@ -22,7 +22,7 @@ ColumnCall = Callable[[str, Sequence[str]], ServerCall]
 
 
 class ColumnReader(NamedTuple):
-    """How servers of one kind return a column per token."""
+    """The way in which servers of one kind return a column per token."""
 
     read: Callable[[Json, str], "Sequence[float] | Tensor | None"]
     """Returns the values of a row, by its name, from an answer; None for a row without values."""
