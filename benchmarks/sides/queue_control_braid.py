@@ -57,10 +57,10 @@ def of_one_row(rows: int) -> Callable[[], float]:
     flight unchanged.
     """
     schedule = StreamSchedule(FLOW, Sizes(2, rows, 1, rows, max_staleness=1))
-    schedule.groups_wanted(0)
-    schedule.admit([(0, group, 0) for group in range(rows)])
-    schedule.close()
-    schedule.groups_wanted(0)
+    schedule.admission.groups_wanted(0)
+    schedule.admission.admit([(0, group, 0) for group in range(rows)])
+    schedule.admission.close()
+    schedule.admission.groups_wanted(0)
     taken = 0
 
     def measured() -> float:
@@ -74,7 +74,7 @@ def of_one_row(rows: int) -> Callable[[], float]:
             assert lease is not None
             done = schedule.tasks.complete(lease)
             schedule.done("put", done, dict.fromkeys(done, 0))
-            schedule.close()
+            schedule.admission.close()
             schedule.progress.due_publication()
         taken += pairs
         return (time.thread_time() - start) / pairs

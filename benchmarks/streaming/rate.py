@@ -57,7 +57,7 @@ class TimedControl:
         for holder in (ENGINE, TRAINER):
             self.ask(Hello(node.data.address, holder == ENGINE), holder)
         self.control.steps.allow(1)
-        self.timed(lambda: self.control.training.schedule.groups_wanted(0))
+        self.timed(lambda: self.control.training.schedule.admission.groups_wanted(0))
         numbers = torch.arange(rows)
         columns: dict[str, Any] = {
             "source": torch.zeros(rows, dtype=torch.int64),

@@ -192,11 +192,11 @@ class Streaming:
         return self.result
 
     def _admit(self) -> bool:
-        count = self.schedule.groups_wanted(self.loading.target)
+        count = self.schedule.admission.groups_wanted(self.loading.target)
         if count:
-            first = self.schedule.sampling.admitted + 1
-            self.schedule.admit(self.work.uids(range(first, first + count)))
-        return self.schedule.close() is not None or count > 0
+            first = self.schedule.admission.sampling.admitted + 1
+            self.schedule.admission.admit(self.work.uids(range(first, first + count)))
+        return self.schedule.admission.close() is not None or count > 0
 
     def _judge(self) -> bool:
         """Run the verdict stages on complete groups; the last select decides, those before it keep everything."""
@@ -319,7 +319,7 @@ class Streaming:
     def _load(self) -> bool:
         """Let engines receive and load weights if the policy allows it now."""
         published, started = self.schedule.progress.published, False
-        self.loading.advance(published, self.schedule.is_generation_over(self.loading.target))
+        self.loading.advance(published, self.schedule.admission.is_generation_over(self.loading.target))
         for engine in self.engines:
             if engine.loads:
                 continue
@@ -372,7 +372,7 @@ class Streaming:
     ) -> None:
         """Add a span of each rank to the timeline, by default with the name of the consumer's first stage."""
         shown = stage or (worker.consumer.updates or worker.consumer.stages)[0]
-        now, iteration = self.clock.now, self.schedule.iteration_of[rows[0][1]]
+        now, iteration = self.clock.now, self.schedule.admission.iteration_of[rows[0][1]]
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
             role = shown.name.partition(".")[0]

@@ -13,16 +13,15 @@ from braidrl.flow.selecting import Selection
 from braidrl.flow.stage import Kind, Stage
 from braidrl.plan.simulation import Runtime, SimulatedLease, SimulatedWorker, Streaming, Workload
 from braidrl.queue.table import Lease
+from braidrl.runtimes.streaming.admission import GroupAdmission
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from tests.plan.synchronous import Account, AnyWorkload, Distributed, Eager, Hybrid
 
 
-class AccountedSchedule(StreamSchedule):
-    """A schedule that notes admissions, batches and versions."""
+class AccountedAdmission(GroupAdmission):
+    """An admission that notes admitted rows and closed batches."""
 
-    def __init__(self, work: Workload, account: Account) -> None:
-        super().__init__(work.flow, work.sizes)
-        self.account = account
+    account: Account
 
     def admit(self, uids: Sequence[Uid]) -> None:
         super().admit(uids)
@@ -34,9 +33,19 @@ class AccountedSchedule(StreamSchedule):
             self.account.finish_batch(outcome)
         return outcome
 
+
+class AccountedSchedule(StreamSchedule):
+    """A schedule that notes admissions, batches and versions."""
+
+    def __init__(self, work: Workload, account: Account) -> None:
+        super().__init__(work.flow, work.sizes)
+        self.account = account
+        self.admission = AccountedAdmission(work.sizes, self.consumers, self.tasks, self.progress, self.versions)
+        self.admission.account = account
+
     def publish(self) -> TrainingBatch:
         batch = self.progress.batches[self.progress.published + 1]
-        self.account.versions.append([self.versions[uid] for uid in batch.uids])
+        self.account.versions.append([self.versions.oldest[uid] for uid in batch.uids])
         return super().publish()
 
 
@@ -72,7 +81,7 @@ class FailingStreaming(Streaming):
         if worker.consumer.kind is Kind.GENERATE:
             before, limit = self.drawn.get(lease.rows[0], 0.0), self.failures.most_seconds
             shares = [shares[0] - before]
-            if shares[0] > limit and self.schedule.may_suspend(lease.rows[0]):
+            if shares[0] > limit and self.schedule.admission.may_suspend(lease.rows[0]):
                 shares, self.suspended[lease.number] = [limit], before + limit
         super()._start(worker, lease, shares, version)
         work, fate = worker.work[lease.number], self.failures.fate(lease.number)

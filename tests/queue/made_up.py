@@ -85,7 +85,7 @@ class AdmittingPlane(ControlPlane):
         """Admit rows, and open a batch if possible. Refuse known groups with ValueError."""
         if not isinstance(request, Admit):
             return super().respond(request, frames)
-        self.training.schedule.groups_wanted(self.loading.target)
+        self.training.schedule.admission.groups_wanted(self.loading.target)
         self.training.admit(StoredRows(decode([bytes(frame) for frame in frames]), request.payload))
         return NOTHING
 
@@ -169,7 +169,7 @@ def main_program(control: ControlPlane, server: QueueServer, iterations: int, li
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
-            expected = control.training.schedule.groups_wanted(control.loading.target)
+            expected = control.training.schedule.admission.groups_wanted(control.loading.target)
         if expected:
             admit(control, range(groups, groups + expected))
             groups += expected

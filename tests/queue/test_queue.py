@@ -95,7 +95,7 @@ def test_every_column_of_every_stage_comes_back_as_it_was_put() -> None:
 def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
     with queue() as (control, server, node):
         worker = client(server, node, "worker", generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         work = worker.take(TakeWork(["generate"], 8), 0.0)
         assert list(work.read().payload) == ["prompt"]
@@ -107,7 +107,7 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
 def test_a_rank_that_gets_the_index_reads_the_blocks_of_its_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with queue(prompts=4) as (control, server, node):
         engines = [client(server, node, f"engine-{number}", generates=True) for number in range(4)]
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, range(4))
         for engine in engines:
             work = engine.take(TakeWork(["generate"], SAMPLES), 0.0)
@@ -140,7 +140,7 @@ def test_waiting_reader_does_not_block_and_is_served_promptly() -> None:
         )
         thread.start()
         time.sleep(0.1)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         start = time.monotonic()
         assert Worker(writer).once(["generate"]) is LeasedRows
@@ -176,7 +176,7 @@ def test_expired_lease_moves_on_and_late_answer_is_refused() -> None:
     with queue(lease_s=30.0) as (control, server, node):
         passed = set_clock(control)
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         work = slow.take(TakeWork(["generate"], 8), 0.0)
         rows = work.read()
@@ -193,7 +193,7 @@ def test_expired_lease_moves_on_and_late_answer_is_refused() -> None:
 
 def test_slots_of_ended_rows_are_filled_before_these_rows_are_reported() -> None:
     with queue() as (control, server, node):
-        control.change(lambda: control.training.schedule.groups_wanted(0))
+        control.change(lambda: control.training.schedule.admission.groups_wanted(0))
         admit(control, [1, 2])
         engine = client(server, node, "engine.0.0", generates=True)
         first = engine.take(TakeWork(["generate"], 8, slots=2), 0.0)
@@ -210,11 +210,11 @@ def test_slots_of_ended_rows_are_filled_before_these_rows_are_reported() -> None
 def test_leases_of_an_evaluation_have_numbers_of_their_own() -> None:
     judged = Flow("judged", [stage("generate.judged", Kind.GENERATE, ("prompt",), ("tokens", "length", "version"))])
     with queue() as (control, server, node):
-        control.change(lambda: control.training.schedule.groups_wanted(0))
+        control.change(lambda: control.training.schedule.admission.groups_wanted(0))
         admit(control, [1, 2])
         evaluation = Stream(judged, Sizes(1, 2, SAMPLES, 2 * SAMPLES), during=0, held=control.held)
         control.add_stream(evaluation)
-        control.change(lambda: evaluation.schedule.groups_wanted(0))
+        control.change(lambda: evaluation.schedule.admission.groups_wanted(0))
         control.admit(evaluation, control.held.hold_for(write_columns(control.data, dict(born([1, 2]).items()))))
         engine = client(server, node, "engine.0.0", generates=True)
         leases = [engine.take(TakeWork([name], 8), 5.0).lease for name in ("generate", "generate.judged")]
@@ -226,7 +226,7 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
     with queue(lease_s=30.0) as (control, server, node):
         passed = set_clock(control)
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         rows = (work := slow.take(TakeWork(["generate"], 8), 0.0)).read()
         for _ in range(5):
@@ -241,7 +241,7 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
 def test_late_renewal_returns_lost_leases() -> None:
     with queue(lease_s=0.02) as (control, server, node):
         slow = client(server, node, "slow", generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         lease = slow.take(TakeWork(["generate"], 8), 0.0).lease
         time.sleep(0.03)
@@ -252,7 +252,7 @@ def test_late_renewal_returns_lost_leases() -> None:
 def test_dead_worker_rows_are_leased_again_and_unreported_blocks_freed() -> None:
     with queue() as (control, server, node):
         dead, other = client(server, node, "dead", generates=True), client(server, node, "other", generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         rows = dead.take(TakeWork(["generate"], 8), 0.0).read()
         write_columns(dead.data, made_from("generate", rows))
@@ -305,7 +305,7 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
         node = StorageNode("node-b", "127.0.0.1")
         near = client(server, own, "near")
         far = Client(server.address, "far", DataPlane(node.place(), "far", 10.0), generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         yield control, near, far, node
         near.close()
@@ -395,10 +395,10 @@ def test_selected_group_continues_and_dropped_group_frees_memory() -> None:
     flow = Flow("selecting", [GENERATE, replace(select, type=f"{__name__}:even_groups"), CHECK, NORMALISE, UPDATE])
     with queue(flow, iterations=1, prompts=1) as (control, server, node):
         worker = Worker(client(server, node, "worker", generates=True))
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [1])
         assert worker.once(["generate"]) is LeasedRows
-        assert control.training.schedule.groups_wanted(0) == 1
+        assert control.training.schedule.admission.groups_wanted(0) == 1
         admit(control, [2])
         assert worker.once(["generate"]) is LeasedRows
         outcome = control.training.records[1].outcome
@@ -413,11 +413,11 @@ def test_worker_learns_which_rows_of_its_lease_were_dropped() -> None:
     flow = Flow("selecting", [GENERATE, replace(select, type=f"{__name__}:even_groups"), CHECK, NORMALISE, UPDATE])
     with queue(flow, iterations=1, prompts=1) as (control, server, node):
         worker = client(server, node, "worker", generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [1])
         assert Worker(worker).once(["generate"]) is LeasedRows
-        control.training.schedule.sampling.over_sampling = 2.0
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.sampling.over_sampling = 2.0
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [2, 3])
         work = worker.take(TakeWork(["generate"], 8), 0.0)
         assert [uid[1] for uid in work.read().uids()] == [2, 2, 3, 3]
@@ -519,7 +519,7 @@ def test_consumer_reads_requested_version_of_column() -> None:
     flow = Flow("versions", [GENERATE, CHECK, shaped, NORMALISE, UPDATE])
     with queue(flow, iterations=1) as (control, server, node):
         worker = client(server, node, "worker", generates=True)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         assert Worker(worker).once(["generate"]) is LeasedRows and Worker(worker).once(["check"]) is LeasedRows
         work = worker.take(TakeWork(["shape"], 8), 0.0)
@@ -539,7 +539,7 @@ def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Pa
         first, second = client(server, node, "first", generates=True), client(server, node, "second")
         follower, trainer = client(server, node, "follower"), Worker(first)
         control.steps.allow(1)
-        control.training.schedule.groups_wanted(0)
+        control.training.schedule.admission.groups_wanted(0)
         admit(control, [0, 1])
         assert [trainer.once() for _ in range(4)] == [LeasedRows] * 3 + [Step]
         assert follower.take(TakeWork([], 8, role="reference"), 0.0).kind is Waited

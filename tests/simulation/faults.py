@@ -12,8 +12,8 @@ from braidrl.cluster.membership import Members
 from braidrl.flow.selecting import GroupSelector
 from braidrl.queue.table import Block, HeldBlocks, Leases
 from braidrl.queue.transport import Parking
+from braidrl.runtimes.streaming import admission as scheduling
 from braidrl.runtimes.streaming import control
-from braidrl.runtimes.streaming import schedule as scheduling
 from braidrl.runtimes.streaming.consumers import TrainingProgress
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.schedule import StreamSchedule

@@ -171,11 +171,12 @@ class SimulatedRun:
         # With staleness, groups admitted ahead may wait for a batch after the last one; so does kept surplus, as groups
         # that took the places of suspended ones which came back in time.
         schedule, last = self.stream.schedule, self.scenario.iterations
-        waiting = schedule.sampling.waiting if self.scenario.budget is not None else {}
+        iteration_of, sampling = schedule.admission.iteration_of, schedule.admission.sampling
+        waiting = sampling.waiting if self.scenario.budget is not None else {}
         left = [
             uid
             for uid in self.stream.tasks.rows
-            if (schedule.iteration_of[uid[1]] <= last or not self.scenario.staleness) and uid[1] not in waiting
+            if (iteration_of[uid[1]] <= last or not self.scenario.staleness) and uid[1] not in waiting
         ]
         self.check(not left, f"rows are left: {left[:4]}")
         if not self.other_deaths:
@@ -366,20 +367,20 @@ class SimulatedRun:
         if self.admitting:
             return
         schedule = self.stream.schedule
-        before = schedule.opened, schedule.lookahead
-        expected = schedule.groups_wanted(self.control.loading.target)
-        if before != (schedule.opened, schedule.lookahead):
+        before = schedule.admission.opened, schedule.admission.lookahead
+        expected = schedule.admission.groups_wanted(self.control.loading.target)
+        if before != (schedule.admission.opened, schedule.admission.lookahead):
             self.control.change(lambda: None)
             self.parking.retry(self.clock.now)
         if expected:
-            first = schedule.sampling.admitted + 1
+            first = schedule.admission.sampling.admitted + 1
             self.admitting = True
             self.clock.after(0.05, partial(self._made, range(first, first + expected)))
 
     def _made(self, groups: range) -> None:
         self.admitting, self.touched = False, True
         schedule = self.stream.schedule
-        if not schedule.is_open or schedule.sampling.admitted + 1 != groups.start:
+        if not schedule.admission.is_open or schedule.admission.sampling.admitted + 1 != groups.start:
             return  # their batch was closed meanwhile
         columns = dict(born(groups).items())
         if self.scenario.budget is not None:
@@ -496,7 +497,7 @@ class SimulatedRun:
         for uid in tasks.rows:
             self.check(uid not in self.published, f"row {uid} is published and still in work")
         joined = {group for batch in schedule.progress.batches.values() for group in batch.joined}
-        lost = [group for group in joined if group not in schedule.rows_of]
+        lost = [group for group in joined if group not in schedule.admission.rows_of]
         self.check(not lost, f"groups of a batch are gone: {lost}")
 
 

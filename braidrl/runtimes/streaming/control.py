@@ -257,7 +257,7 @@ class ControlPlane(QueueController):
             (lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None
         )
         if lease_held is not None:
-            iteration = stream.schedule.iteration_of[next(iter(stream.tasks.left(lease_held)))[1]]
+            iteration = stream.schedule.admission.iteration_of[next(iter(stream.tasks.left(lease_held)))[1]]
             stream.report(name, iteration, request.reports, request.totals or {})
         lost, freed = stream.done(name, done, parts, self.clock(), request.unfinished)
         self.data.free(freed)
@@ -329,7 +329,7 @@ class ControlPlane(QueueController):
     def admit(self, stream: Stream, rows: StoredRows) -> None:
         """Admit rows whose payload is in the queue, unless their batch has been closed meanwhile."""
         with self.changed:
-            if stream.schedule.is_open:
+            if stream.schedule.admission.is_open:
                 stream.admit(rows)
                 self.advance()
 
@@ -436,7 +436,7 @@ class ControlPlane(QueueController):
             # Close batches that are complete; workers learn which of their rows were dropped with them.
             while (freed := stream.close()) is not None:
                 self.data.free(freed)
-                for lease, rows in stream.schedule.dropped.items():
+                for lease, rows in stream.schedule.admission.dropped.items():
                     if lease.holder in self.holders:
                         position_of = {row: position for position, row in enumerate(lease.rows)}
                         self.holders[lease.holder].dropped.append((lease.number, [position_of[row] for row in rows]))
@@ -447,7 +447,7 @@ class ControlPlane(QueueController):
             self.data.free(freed)
         self.data.free(self.held.freed())
         if self.loading.is_behind(newest := self._loadable):
-            self.loading.advance(newest, schedule.is_generation_over(self.loading.target))
+            self.loading.advance(newest, schedule.admission.is_generation_over(self.loading.target))
         self._note_activity()
         # Wake this process's threads only for the changes that they wait for, not for each report of rows.
         noticed: list[object] = [
@@ -459,7 +459,13 @@ class ControlPlane(QueueController):
             len(self.holders),
         ]
         for schedule in (stream.schedule for stream in self.streams):
-            noticed += [schedule.opened, schedule.is_open, schedule.progress.published, len(schedule.sampling.pending)]
+            admission = schedule.admission
+            noticed += [
+                admission.opened,
+                admission.is_open,
+                schedule.progress.published,
+                len(admission.sampling.pending),
+            ]
         if noticed != self.noticed:
             self.noticed = noticed
             super().advance()

@@ -82,7 +82,7 @@ class StreamingBackend:
         def begin() -> None:
             self.control.loading.pinned = True
             self.control.add_stream(stream)
-            stream.schedule.groups_wanted(0)
+            stream.schedule.admission.groups_wanted(0)
             stream.admit(rows)
 
         self.control.change(begin)
@@ -191,7 +191,7 @@ class StreamingBackend:
                     self.stream.restore_batch(batch)
                 self.control.loading.target = self.control.steps.allowed = version
                 self.control.loading.pinned = False
-                kept = {*self.stream.schedule.versions, *self.stream.schedule.suspended_rows}
+                kept = {*self.stream.schedule.versions.oldest, *self.stream.schedule.versions.suspended}
                 self.control.activity.drawn_again += len(self.forgotten - kept)
                 self.forgotten = set()
             self.control.unloaded = frozenset()

@@ -226,7 +226,8 @@ class StreamingController:
             self.backend.end_evaluation()
             return Restart.WITH_ROWS
         with self.control.changed:
-            self.backend.forgotten = set(self.stream.schedule.started) | set(self.stream.schedule.versions)
+            versions = self.stream.schedule.versions
+            self.backend.forgotten = {*versions.started, *versions.oldest}
         self.stream, self.opening = self.new_stream(), {}
         self.control.begin_again(self.stream)
         self.backend.stream, self.backend.evaluating = self.stream, None
@@ -273,20 +274,20 @@ class StreamingController:
 
     def _admit(self) -> None:
         """Admit the groups wanted now, for a new iteration if one may open."""
-        schedule, version = self.stream.schedule, self.control.loading.target
+        admission, version = self.stream.schedule.admission, self.control.loading.target
         with self.control.changed:
-            begins = not schedule.is_open
-            following = schedule.opened + 1
-            if begins and not (schedule.may_open(version) and self.loader.is_ready(following)):
+            begins = not admission.is_open
+            following = admission.opened + 1
+            if begins and not (admission.may_open(version) and self.loader.is_ready(following)):
                 return
-            before, opened = self._current() if begins else None, (schedule.opened, schedule.lookahead)
-            count = schedule.groups_wanted(version)
-            changed = count or opened != (schedule.opened, schedule.lookahead)
-            if before is not None and schedule.is_open:
+            before, opened = self._current() if begins else None, (admission.opened, admission.lookahead)
+            count = admission.groups_wanted(version)
+            changed = count or opened != (admission.opened, admission.lookahead)
+            if before is not None and admission.is_open:
                 self.opening[following] = before
                 self.loader.begin(following)
             # Rewind the loader if groups admitted ahead were returned.
-            self.loader.admitted = min(self.loader.admitted, schedule.sampling.admitted + 1)
+            self.loader.admitted = min(self.loader.admitted, admission.sampling.admitted + 1)
             numbers = tuple(self.loader.advance(count))
         if count:
             self.control.admit(self.stream, self.backend.make_rows(Admission(numbers, self.loader.examples(numbers))))
@@ -299,9 +300,9 @@ class StreamingController:
 
         Groups admitted ahead are admitted again. If rows may be suspended, all rows in work are kept with their tokens.
         """
-        schedule, surplus = self.stream.schedule, list[StoredRows]()
-        sampling = schedule.sampling.settled(schedule.sizes.partial_rollout)
-        waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
+        admission, surplus = self.stream.schedule.admission, list[StoredRows]()
+        sampling = admission.sampling.settled(admission.sizes.partial_rollout)
+        waiting = [uid for group in admission.sampling.waiting for uid in admission.rows_of[group]]
         if waiting:
             surplus.append(self.stream.stored(waiting, recorded=True))
         if sampling.pending:
@@ -311,7 +312,7 @@ class StreamingController:
     def _show(self, generation: Bar, training: Bar | None = None) -> None:
         """Show the progress of rows in work: generated, on engines, and trained on."""
         schedule, activity = self.stream.schedule, self.control.current_metrics()
-        generation.rows, rows = len(schedule.versions), sum(map(len, schedule.rows_of.values()))
+        generation.rows, rows = len(schedule.versions.oldest), sum(map(len, schedule.admission.rows_of.values()))
         generation.name = f"generation, from version {activity['streaming/oldest_version']:.0f} on"
         generation.update(in_flight=int(activity["streaming/in_flight"]), total_rows=rows)
         if training is not None:
@@ -329,7 +330,7 @@ class StreamingController:
         for stage, state in finished.states.items():
             for name, value in state.items():
                 sums.add(f"{stage}/{name}", value)
-        surplus = self.stream.schedule.sampling.surplus
+        surplus = self.stream.schedule.admission.sampling.surplus
         generated = needed(Rows.cat([part.only(common) for part in parts]), finished.outcome, surplus)
         outcome = finished.outcome
         result = IterationResult(generated, final, finished.table, finished.final, sums, dropped=outcome.dropped)

@@ -86,7 +86,7 @@ class Stream:
 
     def admit(self, rows: StoredRows) -> None:
         """Admit rows; if they may be suspended, with their tokens."""
-        self.schedule.admit(rows.uids())
+        self.schedule.admission.admit(rows.uids())
         self._add_admitted(rows)
 
     def _add_admitted(self, rows: StoredRows) -> None:
@@ -114,7 +114,7 @@ class Stream:
         for index in (rows.index for rows in unfinished):
             triples = zip(index.uids(), index["version"].tolist(), index["action_tokens"].tolist(), strict=True)
             drawn_on |= {uid: version if tokens else None for uid, version, tokens in triples}
-        self.schedule.resume(done, sampling, versions, drawn_on)
+        self.schedule.admission.resume(done, sampling, versions, drawn_on)
         for rows in surplus:
             self.restore(rows)
         for rows in unfinished:
@@ -124,7 +124,7 @@ class Stream:
         """Return the rows of continuing groups as they left the generate stage: completed rows, then the others."""
         (stage,) = self.schedule.consumers.generating
         ended: dict[bool, list[Uid]] = {True: [], False: []}
-        for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
+        for uid in (uid for group in groups for uid in self.schedule.admission.rows_of[group]):
             ended[uid in self.table.parts.get(stage, {})].append(uid)
         later = [name for s in self.flow.stages if s.name != stage for name in s.writes]
         tables = {
@@ -153,13 +153,13 @@ class Stream:
             s.state or s.kind is Kind.TRAIN or (s.kind is Kind.INFER and s.role in self.flow.changed_roles)
             for s in recorded
         )
-        return [] if waits or self.partial_rollout else self.schedule.older_batches()
+        return [] if waits or self.partial_rollout else self.schedule.admission.older_batches()
 
     def restore_batch(self, batch: StartedBatch) -> None:
         """Restore a checkpoint's batch as the next one."""
         rows: StoredRows = batch.table
-        self.schedule.restore_batch(dict(zip(rows.uids(), versions_of(rows.index), strict=True)))
-        record = self.record_of(self.schedule.opened)
+        self.schedule.admission.restore_batch(dict(zip(rows.uids(), versions_of(rows.index), strict=True)))
+        record = self.record_of(self.schedule.admission.opened)
         record.outcome, record.reports = batch.outcome, list(batch.reports)
         record.generated = [batch.left_out.index] if len(batch.left_out) else []
         self.restore(rows)
@@ -206,14 +206,14 @@ class Stream:
             consumer=name,
             lease=lease.number,
             size=len(uids),
-            iteration=schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
+            iteration=schedule.admission.iteration_of[uids[0][1]] if self.during is None else self.during,
             payload=payload,
             states={s.name: self.states[s.name] for s in consumer.stages if s.state},
         )
         if consumer.kind is Kind.GENERATE and deaths.left_out:
             answer.left_out = [n for n, uid in enumerate(uids) if uid in deaths.left_out]
         if self.partial_rollout and consumer.kind is Kind.GENERATE:
-            answer.to_the_end = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
+            answer.to_the_end = [n for n, uid in enumerate(uids) if not schedule.admission.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
             batch = schedule.progress.batches[schedule.progress.published + 1]
             answer.batch = BatchPlan(batch.updates_of(uids), batch.size, batch.steps, len(batch.plan))
@@ -241,7 +241,7 @@ class Stream:
                 # A row without tokens is as fresh as its batch.
                 tokens = part.index.get(f"{column.removesuffix('version')}action_tokens")
                 empty = [uid for uid, position in part.rows.items() if tokens is not None and not tokens[position]]
-                versions.update({uid: trained_on(self.schedule.iteration_of[uid[1]]) for uid in empty})
+                versions.update({uid: trained_on(self.schedule.admission.iteration_of[uid[1]]) for uid in empty})
         for lease, rows in rows_by_lease.items():
             if unfinished:
                 self.schedule.suspend(lease, {row: versions[row] for row in rows})
@@ -279,10 +279,10 @@ class Stream:
 
     def close(self) -> list[Block] | None:
         """End selection if it is complete; return the blocks to free, or None."""
-        outcome = self.schedule.close()
+        outcome = self.schedule.admission.close()
         if outcome is None:
             return None
-        record, groups = self.record_of(self.schedule.opened), self.schedule.released
+        record, groups = self.record_of(self.schedule.admission.opened), self.schedule.admission.released
         released = [uid for rows in groups.values() for uid in rows]
         record.outcome = outcome
         # Groups outside the batch count only if they passed all stages of the segment.
@@ -347,7 +347,7 @@ class Stream:
         name = next((name for name in ("length", "prompt_length") if name in index), None)
         if name is not None:
             lengths = index[name] if positions is None else index[name][positions]
-            self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
+            self.schedule.admission.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
 
 def versions_of(rows: Rows) -> list[int]:

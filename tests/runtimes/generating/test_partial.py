@@ -213,7 +213,7 @@ def test_rows_suspended_by_streaming_resume_under_another_runtime(workshop: Work
         assert isinstance(backend, StreamingBackend)
 
         def goes_on(lease: Lease) -> bool:
-            return any(row in backend.stream.schedule.suspended_rows for row in lease.rows)
+            return any(row in backend.stream.schedule.versions.suspended for row in lease.rows)
 
         killer = Thread(
             target=kill_when_it_holds_rows, args=(backend, "actor.generate", killed), kwargs={"chosen": goes_on}

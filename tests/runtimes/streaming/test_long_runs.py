@@ -156,7 +156,7 @@ def test_whichever_workers_are_killed_every_row_is_trained_once_or_counted(
         killer.start()
         run.train()
         killer.join()
-        sampling, seen = run.backend.stream.schedule.sampling, run.backend.stream.schedule.max_staleness_seen
+        sampling, seen = run.backend.stream.schedule.admission.sampling, run.backend.stream.schedule.max_staleness_seen
         assert sum(member.starts for member in run.backend.processes.members) >= len(KINDS) - 1
     assert sorted(killer.killed) == sorted(KINDS)
     ahead = {*sampling.pending, *sampling.verdicts, *sampling.waiting}

@@ -31,10 +31,10 @@ def begin(flow: Flow, staleness: int = 0) -> StreamSchedule:
 
 
 def admit(schedule: StreamSchedule, first: int, engine: int = 0, samples: int = 2) -> list[Uid]:
-    groups = range(first, first + schedule.groups_wanted(engine))
+    groups = range(first, first + schedule.admission.groups_wanted(engine))
     uids = [(0, group, sample) for group in groups for sample in range(samples)]
-    schedule.admit(uids)
-    schedule.close()
+    schedule.admission.admit(uids)
+    schedule.admission.close()
     return uids
 
 
@@ -124,18 +124,18 @@ def test_batch_started_before_checkpoint_trains_unchanged() -> None:
     second = admit(schedule, 2)
     work(schedule, "actor.generate")
     lease = schedule.take("actor.generate", "engine", 0.0, 99.0, 1, engine_version=0)
-    assert lease is not None and schedule.older_batches() == [], "no version is older than the first"
+    assert lease is not None and schedule.admission.older_batches() == [], "no version is older than the first"
     finish_iteration(schedule)
-    assert schedule.older_batches() == [2] and not schedule.progress.is_drawn(2)
+    assert schedule.admission.older_batches() == [2] and not schedule.progress.is_drawn(2)
     finish(schedule, lease)
     work(schedule, "actor.generate")
     assert schedule.progress.is_drawn(2)
-    again.resume(1, schedule.sampling.settled(), {})
-    again.restore_batch(dict.fromkeys(second, 0))
+    again.admission.resume(1, schedule.admission.sampling.settled(), {})
+    again.admission.restore_batch(dict.fromkeys(second, 0))
     assert (
-        again.older_batches() == [2]
+        again.admission.older_batches() == [2]
         and again.progress.is_drawn(2)
-        and again.sampling.admitted == schedule.sampling.admitted
+        and again.admission.sampling.admitted == schedule.admission.sampling.admitted
     )
     assert again.progress.batches[2].updates_of(second) == schedule.progress.batches[2].updates_of(second)
     finish_iteration(again)
@@ -150,10 +150,10 @@ def test_admission_runs_ahead_by_the_allowed_staleness_and_no_further() -> None:
     assert on_policy.take("actor.generate", "other", 0.0, 9.0, 99, engine_version=0) is None
     newer = on_policy.take("actor.generate", "other", 0.0, 9.0, 99, engine_version=1)
     assert newer is not None and sorted(newer.rows) == second
-    assert on_policy.groups_wanted(0) == 0 and on_policy.groups_wanted(1) == 2
+    assert on_policy.admission.groups_wanted(0) == 0 and on_policy.admission.groups_wanted(1) == 2
     admit(ahead, 0)
     admit(ahead, 2)
-    assert ahead.groups_wanted(0) == 0 and ahead.groups_wanted(1) == 2
+    assert ahead.admission.groups_wanted(0) == 0 and ahead.admission.groups_wanted(1) == 2
 
 
 def test_an_engine_that_lags_behind_the_published_version_holds_admission_back() -> None:
@@ -162,7 +162,8 @@ def test_an_engine_that_lags_behind_the_published_version_holds_admission_back()
     work(schedule, "actor.generate")
     finish_iteration(schedule)
     admit(schedule, 2)
-    assert schedule.progress.published == 1 and schedule.groups_wanted(0) == 0 and schedule.groups_wanted(1) == 2
+    assert schedule.progress.published == 1
+    assert schedule.admission.groups_wanted(0) == 0 and schedule.admission.groups_wanted(1) == 2
 
 
 def judge(schedule: StreamSchedule, reasons: dict[int, str | None]) -> None:
@@ -177,12 +178,12 @@ def test_dropped_groups_leave_and_are_replaced_before_the_batch_is_known() -> No
     admit(schedule, 0)
     work(schedule, "actor.generate")
     judge(schedule, {0: "all_wrong", 1: None})
-    assert schedule.close() is None
+    assert schedule.admission.close() is None
     refill = admit(schedule, 2)
     assert {uid[1] for uid in refill} == {2, 3}
     work(schedule, "actor.generate")
     judge(schedule, {2: None, 3: None})
-    outcome = schedule.close()
+    outcome = schedule.admission.close()
     assert outcome is not None and outcome.groups == (1, 2)
     assert outcome.dropped == {"all_wrong": 1, "surplus": 1} and outcome.released == (0, 3)
     assert {uid[1] for uid in schedule.tasks.rows} == {1, 2}
@@ -199,9 +200,9 @@ def test_batch_closes_before_surplus_and_its_rows_leave_their_leases() -> None:
     rows = schedule.tasks.complete(lease, [0, 1])
     schedule.done("actor.generate", rows, dict.fromkeys(rows, 0))
     judge(schedule, {2: None})
-    outcome = schedule.close()
+    outcome = schedule.admission.close()
     assert outcome is not None and outcome.groups == (1, 2) and outcome.dropped == {"all_wrong": 1, "surplus": 1}
-    assert schedule.dropped == {lease: [(0, 3, 0), (0, 3, 1)]}
+    assert schedule.admission.dropped == {lease: [(0, 3, 0), (0, 3, 1)]}
     assert schedule.tasks.complete(lease, [2, 3]) == []
 
 
@@ -220,13 +221,13 @@ def test_rows_of_dead_or_hanging_worker_are_leased_again() -> None:
 
 def test_engines_may_load_together_only_between_two_batches() -> None:
     schedule = begin(SELECTING)
-    assert schedule.is_generation_over()
+    assert schedule.admission.is_generation_over()
     admit(schedule, 0)
-    assert not schedule.is_generation_over()
+    assert not schedule.admission.is_generation_over()
     work(schedule, "actor.generate")
-    assert not schedule.is_generation_over(), "the batch may need another wave"
+    assert not schedule.admission.is_generation_over(), "the batch may need another wave"
     judge(schedule, {0: None, 1: None})
-    assert schedule.close() is not None and schedule.is_generation_over()
+    assert schedule.admission.close() is not None and schedule.admission.is_generation_over()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
@@ -245,7 +246,7 @@ def test_version_of_a_batch_follows_from_its_number_however_late_weights_arrive(
                     version = loading.engines["engine"].version
                     lease = schedule.take("actor.generate", "engine", 0.0, 1.0, chance.randint(1, 4), version)
                     for _, group, _ in finish(schedule, lease, version) if lease else ():
-                        started[schedule.iteration_of[group]].add(version)
+                        started[schedule.admission.iteration_of[group]].add(version)
                 case "train":
                     work(schedule, TRAIN)
                     while schedule.progress.may_step(UPDATE) and schedule.progress.is_drawn(
@@ -255,7 +256,7 @@ def test_version_of_a_batch_follows_from_its_number_however_late_weights_arrive(
                     if schedule.progress.due_publication():
                         schedule.publish()
                 case _:
-                    loading.advance(schedule.progress.published, schedule.is_generation_over(loading.target))
+                    loading.advance(schedule.progress.published, schedule.admission.is_generation_over(loading.target))
         assert started == {number: {max(0, number - 1 - staleness)} for number in range(1, 6)}
 
 
@@ -267,11 +268,12 @@ def test_engines_keep_a_version_until_the_next_batch_has_started_on_it() -> None
     finish_iteration(schedule)
     finish_iteration(schedule)
     # Version 2 is published before the main process has opened the third batch, which version 1 may start.
-    assert schedule.opened == 2 and schedule.is_generation_over(0) and not schedule.is_generation_over(1)
+    assert schedule.admission.opened == 2 and schedule.admission.is_generation_over(0)
+    assert not schedule.admission.is_generation_over(1)
     admit(schedule, 6, engine=1)
-    assert not schedule.is_generation_over(1)
+    assert not schedule.admission.is_generation_over(1)
     work(schedule, "actor.generate")
-    assert schedule.opened == 3 and schedule.is_generation_over(1)
+    assert schedule.admission.opened == 3 and schedule.admission.is_generation_over(1)
 
 
 def test_trainer_with_a_group_stage_takes_whole_groups_beyond_row_limit() -> None:
@@ -323,18 +325,19 @@ def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
 def decided(schedule: StreamSchedule, reasons: dict[int, str | None], version: int = 0) -> None:
     """Generates and selects some groups, whatever else is ready."""
     for group in reasons:
-        lease = schedule.tasks.lease("actor.generate", schedule.rows_of[group], "engine", 0.0, 9.0)
+        lease = schedule.tasks.lease("actor.generate", schedule.admission.rows_of[group], "engine", 0.0, 9.0)
         assert lease is not None
         finish(schedule, lease, version)
     selected(schedule, reasons)
 
 
 def selected(schedule: StreamSchedule, reasons: dict[int, str | None]) -> None:
-    task, rows = schedule.tasks.tasks["informative"], [uid for group in reasons for uid in schedule.rows_of[group]]
+    task = schedule.tasks.tasks["informative"]
+    rows = [uid for group in reasons for uid in schedule.admission.rows_of[group]]
     assert task.are_free(rows)
     task.finish(rows)
     schedule.judged("informative", rows, {group: why for group, why in reasons.items() if why is not None})
-    schedule.close()
+    schedule.admission.close()
 
 
 def trained(schedule: StreamSchedule) -> set[int]:
@@ -351,9 +354,9 @@ def test_kept_group_trains_once_its_selection_is_certain() -> None:
     decided(schedule, {5: None})
     assert trained(schedule) == set(), "1, 3 and 4 could all be kept"
     decided(schedule, {4: "all_wrong"})
-    assert trained(schedule) == {5} and schedule.is_open
+    assert trained(schedule) == {5} and schedule.admission.is_open
     decided(schedule, {1: None, 3: None})
-    assert trained(schedule) == {1, 3} and not schedule.is_open
+    assert trained(schedule) == {1, 3} and not schedule.admission.is_open
 
 
 def test_group_joins_its_update_once_position_is_certain() -> None:
@@ -376,20 +379,20 @@ def test_groups_admitted_ahead_of_decisions_are_returned_on_policy() -> None:
     assert {uid[1] for uid in admit(schedule, 8)} == {8, 9, 10, 11}, "as many as are missing, and two more"
     decided(schedule, dict.fromkeys([4, 5, 6, 7, 8, 9]))
     # In waves three would have followed the first eight.
-    assert not schedule.is_open and schedule.sampling.admitted == 10
+    assert not schedule.admission.is_open and schedule.admission.sampling.admitted == 10
     assert {uid[1] for uid in schedule.tasks.rows} == {2, 3, 4, 5, 6, 7, 8, 9}
 
 
 def test_with_staleness_groups_admitted_ahead_belong_to_the_next_batch() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(3, 2, 2, 4, max_staleness=1))
     assert len(admit(schedule, 0)) == 4 * 2, "those of the batch after this may be started too"
-    assert schedule.iteration_of == {0: 1, 1: 1, 2: 2, 3: 2}
+    assert schedule.admission.iteration_of == {0: 1, 1: 1, 2: 2, 3: 2}
     decided(schedule, {2: None, 0: None, 1: None})
     assert [uid[1] for uid in schedule.progress.batches[1].uids[::2]] == [0, 1]
-    assert set(schedule.rows_of) == {0, 1, 2, 3}, "2 waits and 3 is generated"
-    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    assert set(schedule.admission.rows_of) == {0, 1, 2, 3}, "2 waits and 3 is generated"
+    assert schedule.admission.groups_wanted(0) == 0 and schedule.admission.opened == 2
     decided(schedule, {3: None})
-    assert not schedule.is_open and [uid[1] for uid in schedule.progress.batches[2].uids[::2]] == [2, 3]
+    assert not schedule.admission.is_open and [uid[1] for uid in schedule.progress.batches[2].uids[::2]] == [2, 3]
 
 
 @pytest.mark.parametrize("engine", [0, 1])
@@ -397,7 +400,7 @@ def test_group_too_stale_for_next_batch_is_surplus(engine: int) -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
     admit(schedule, 0, samples=1)
     decided(schedule, dict.fromkeys(range(8)))
-    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    assert schedule.admission.groups_wanted(0) == 0 and schedule.admission.opened == 2
     decided(schedule, {8: "all_wrong", 9: "all_wrong", 10: None, 11: None})
     assert [uid[1] for uid in admit(schedule, 16, samples=1)] == [16, 17, 18, 19]
     decided(schedule, dict.fromkeys(range(12, 17)))
@@ -406,23 +409,24 @@ def test_group_too_stale_for_next_batch_is_surplus(engine: int) -> None:
     assert leases[0] is not None
     finish(schedule, leases[0], engine)
     selected(schedule, {17: None})
-    assert not schedule.is_open
-    assert set(schedule.rows_of) == {*range(8), 10, 11, *range(12, 18)} | ({19} if engine else set())
+    assert not schedule.admission.is_open
+    assert set(schedule.admission.rows_of) == {*range(8), 10, 11, *range(12, 18)} | ({19} if engine else set())
 
 
 def test_engines_load_together_while_groups_need_next_version() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
     admit(schedule, 0, samples=1)
     decided(schedule, dict.fromkeys(range(8)))
-    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    assert schedule.admission.groups_wanted(0) == 0 and schedule.admission.opened == 2
     decided(schedule, {8: "all_wrong", 9: "all_wrong", 10: None, 11: None})
     admit(schedule, 16, samples=1)
     decided(schedule, dict.fromkeys(range(12, 18)))
-    assert not schedule.is_open and 19 in schedule.rows_of and schedule.groups_wanted(0) == 0
+    assert not schedule.admission.is_open and 19 in schedule.admission.rows_of
+    assert schedule.admission.groups_wanted(0) == 0
     assert schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=0) is None
-    assert schedule.is_generation_over(), "else engines would keep version 0, with which 19 may not begin"
+    assert schedule.admission.is_generation_over(), "else engines would keep version 0, with which 19 may not begin"
     lease = schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=1)
-    assert lease is not None and not schedule.is_generation_over()
+    assert lease is not None and not schedule.admission.is_generation_over()
 
 
 def started(schedule: StreamSchedule, version: int) -> list[int]:
@@ -437,29 +441,29 @@ def test_groups_beyond_stale_share_wait_for_batch_version() -> None:
     schedule = StreamSchedule(PLAIN, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
     admit(schedule, 0, samples=1)
     admit(schedule, 4, samples=1)
-    assert started(schedule, 0) == [0, 1, 2, 3, 4] and schedule.groups_wanted(0) == 0
-    assert schedule.is_generation_over(0), "engines that load together load what 5 to 7 wait for"
+    assert started(schedule, 0) == [0, 1, 2, 3, 4] and schedule.admission.groups_wanted(0) == 0
+    assert schedule.admission.is_generation_over(0), "engines that load together load what 5 to 7 wait for"
     finish_iteration(schedule)
     admit(schedule, 8, engine=1, samples=1)
-    assert not schedule.is_generation_over(1)
+    assert not schedule.admission.is_generation_over(1)
     assert started(schedule, 0) == [], "one that lags may not begin them"
     assert started(schedule, 1) == [5, 6, 7, 8]
     finish_iteration(schedule)
-    assert schedule.versions[0, 8, 0] == 1
+    assert schedule.versions.oldest[0, 8, 0] == 1
 
 
 def test_dropped_group_frees_place_in_stale_share() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=2))
     admit(schedule, 0, samples=1)
     decided(schedule, dict.fromkeys(range(4)))
-    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2, "4 to 7 went ahead"
-    assert started(schedule, 0) == [4, 5] and not schedule.is_generation_over(0), (
+    assert schedule.admission.groups_wanted(0) == 0 and schedule.admission.opened == 2, "4 to 7 went ahead"
+    assert started(schedule, 0) == [4, 5] and not schedule.admission.is_generation_over(0), (
         "a verdict may give their places to others"
     )
     selected(schedule, {4: "all_wrong"})
     assert started(schedule, 0) == [6]
     selected(schedule, {5: None, 6: None})
-    assert started(schedule, 0) == [] and schedule.is_open and schedule.is_generation_over(0)
+    assert started(schedule, 0) == [] and schedule.admission.is_open and schedule.admission.is_generation_over(0)
     assert started(schedule, 1) == [7], "whatever the batch still needs is of its own version"
 
 
@@ -490,22 +494,23 @@ def test_suspended_row_resumes_and_finishes_in_next_batch() -> None:
     schedule = setting_aside(2)
     admit(schedule, 0, samples=1)
     long, short = leased(schedule, 0), leased(schedule, 0)
-    assert schedule.may_suspend(long.rows[0])
+    assert schedule.admission.may_suspend(long.rows[0])
     schedule.suspend(long, {long.rows[0]: 0})
     finish(schedule, short)
-    assert schedule.close() is None, "its place is another group's"
+    assert schedule.admission.close() is None, "its place is another group's"
     assert admit(schedule, 2, samples=1) == work(schedule, "actor.generate") == [(0, 2, 0), (0, 3, 0)]
-    outcome = schedule.close()
+    outcome = schedule.admission.close()
     assert outcome is not None and (outcome.groups, outcome.surplus) == ((1, 2), (3,))
-    assert schedule.groups_wanted(0) == 0 and not schedule.is_open, (
+    assert schedule.admission.groups_wanted(0) == 0 and not schedule.admission.is_open, (
         "with one version for going on it is started by its own"
     )
     finish_iteration(schedule)
-    assert schedule.groups_wanted(1) == 0 and schedule.is_open and schedule.sampling.pending == [0]
+    assert schedule.admission.groups_wanted(1) == 0 and schedule.admission.is_open
+    assert schedule.admission.sampling.pending == [0]
     again = leased(schedule, 1)
-    assert again.rows == long.rows and not schedule.may_suspend(again.rows[0])
+    assert again.rows == long.rows and not schedule.admission.may_suspend(again.rows[0])
     finish(schedule, again)
-    outcome = schedule.close()
+    outcome = schedule.admission.close()
     assert outcome is not None and outcome.groups == (0, 3)
     finish_iteration(schedule)
     assert schedule.max_staleness_seen == 1
@@ -516,9 +521,9 @@ def test_first_groups_finish_when_suspended_ones_fill_staleness() -> None:
     admit(schedule, 0, samples=1)
     first = leased(schedule, 0)
     schedule.suspend(first, {first.rows[0]: 0})
-    assert schedule.close() is None and schedule.groups_wanted(0) == 0
+    assert schedule.admission.close() is None and schedule.admission.groups_wanted(0) == 0
     to_its_end = leased(schedule, 0)
-    assert to_its_end.rows == ((0, 0, 0),) and not schedule.may_suspend(to_its_end.rows[0])
+    assert to_its_end.rows == ((0, 0, 0),) and not schedule.admission.may_suspend(to_its_end.rows[0])
     finish(schedule, to_its_end)
-    outcome = schedule.close()
+    outcome = schedule.admission.close()
     assert outcome is not None and outcome.groups == (0,)
