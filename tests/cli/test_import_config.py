@@ -427,6 +427,49 @@ def test_openrlhf_and_slime_keep_groups_kl_data_fields_and_layout(tmp_path: Path
     assert "sglang" in outcomes["sglang_mem_fraction_static"].text and outcomes["MODEL_ARGS"].kind == WITHOUT
 
 
+MIXTURES = {
+    "megatron.sh": "python3 -m verl.trainer.main_ppo model_engine=megatron algorithm.adv_estimator=grpo "
+    "data.train_files=a.parquet actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8 "
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4 "
+    "actor_rollout_ref.actor.megatron.context_parallel_size=2 "
+    "actor_rollout_ref.actor.megatron.router_replay.mode=R3 "
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01",
+    "veomni.sh": "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet "
+    "actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=8 "
+    "actor_rollout_ref.actor.veomni.expert_parallel_size=4 "
+    "actor_rollout_ref.actor.veomni.router_replay.mode=R2",
+    "slime.sh": "python3 train.py --hf-checkpoint m --prompt-data a.jsonl --label-key label --n-samples-per-prompt 8 "
+    "--rm-type math --expert-model-parallel-size 4 --use-rollout-routing-replay --moe-aux-loss-coeff 0.01",
+    "areal.yaml": "allocation_mode: sglang:d4+megatron:d4e4\nactor: {path: m, eps_clip: 0.2}\n"
+    "gconfig: {n_samples: 8}\ntrain_dataset: {path: a.jsonl, batch_size: 8}\n"
+    "rollout: {return_routed_experts: true}\n",
+    "prime.toml": 'max_steps = 4\n[model]\nname = "m"\n[trainer.model]\nep = 4\n[trainer]\n'
+    "enable_router_replay = true\n[orchestrator]\nbatch_size = 64\nrollouts_per_example = 8\n"
+    '[[orchestrator.env]]\nid = "sums"\n',
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_expert_parallelism_replay_and_balance_are_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(MIXTURES[name])
+    converted, outcomes = import_config(tmp_path / name)
+    assert converted["trainer"]["layout"]["expert"] == 4
+    assert converted["algorithm"]["replay"] == ("training" if name == "veomni.sh" else "inference")
+    balanced = [key for key in outcomes if "moe_aux_loss" in key]
+    assert [converted["trainer"]["balance"]["auxiliary"] for _ in balanced] == [0.01] * len(balanced)
+    assert len(balanced) == (name in ("megatron.sh", "slime.sh"))
+
+
+def test_trls_accuracy_reward_reads_the_column_solution(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text(
+        "model_name_or_path: m\ndataset_name: org/data\nnum_generations: 8\nrouter_aux_loss_coef: 0.02\n"
+        "reward_funcs: [think_format_reward, accuracy_reward]\n"
+    )
+    converted, _ = import_config(tmp_path / "grpo.yaml")
+    assert converted["data"]["train"] == [{"path": "org/data", "answer_field": "solution"}]
+    assert converted["trainer"]["balance"] == {"auxiliary": 0.02}
+
+
 def test_trls_yaml_and_arguments_keep_batches_rewards_and_recipe(tmp_path: Path) -> None:
     config, outcomes = imported(tmp_path, "grpo.yaml")
     trainer, rewards = config.trainer, config.reward.verify

@@ -48,7 +48,7 @@ def areal_lora(imported: Imported, value: Any, to: str) -> Any:
 
 
 ALLOCATED = re.compile(r"(?:(\w+)[:.])?((?:[a-z]+\d+)+)")
-AXES = {"t": "tensor", "p": "pipeline", "c": "context", "s": "context"}
+AXES = {"t": "tensor", "p": "pipeline", "c": "context", "s": "context", "e": "expert"}
 
 
 def allocation(imported: Imported, value: Any, to: str) -> Any:

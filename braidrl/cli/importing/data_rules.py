@@ -188,6 +188,14 @@ REWARDS = {
 """Verifiers by the names of TRL's reward functions, and of open-r1's."""
 
 
+def solutions(imported: Imported) -> None:
+    """Name the column of answers that TRL's and open-r1's reward functions for accuracy read."""
+    named = imported.get("reward_funcs", default=[])
+    names = named if isinstance(named, list) else [named]
+    if any(REWARDS.get(str(name)) == "math" for name in names) and "data.train" in imported.converted:
+        of_source(imported, "solution", "data.train.answer_field")
+
+
 def reward_functions(imported: Imported, value: Any, to: str) -> Any:
     """Return the verifiers for TRL's reward functions, with their weights."""
     names, weights = value if isinstance(value, list) else [value], imported.get("reward_weights", default=[])
