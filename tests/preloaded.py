@@ -13,10 +13,11 @@ from tests.tiny import MODELS
 gc.disable()  # No garbage collection during the imports.
 for name in (
     "braidrl.runtimes.streaming.processes",
+    "braidrl.runtimes.streaming.worker_process",
     "braidrl.runtimes.spmd.launch",
     "braidrl.runtimes.spmd.rank_backend",
     # These modules are imported on demand, the last two by Ray, which itself must not be imported here.
-    "braidrl.runtimes.run",
+    "braidrl.runtimes.restarts",
     "braidrl.flow.recipes.parts",
     "braidrl.rewards.verifier",
     "datasets",

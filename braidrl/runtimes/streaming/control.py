@@ -35,7 +35,6 @@ from braidrl.runtimes.streaming.work import (
     Loaded,
     LoadWeights,
     NewWeights,
-    Order,
     OrderDone,
     Receive,
     Stepped,
@@ -45,6 +44,7 @@ from braidrl.runtimes.streaming.work import (
     WeightsGiven,
     WorkerRequest,
 )
+from braidrl.runtimes.streaming.worker_orders import WorkerOrders, group_of
 from braidrl.weights.versions import UNKNOWN, LoadingSchedule
 
 OF_LEADERS = Stepped | WeightsGiven | NewWeights | OrderDone
@@ -55,19 +55,8 @@ class WorkerHolder(Holder):
     """A worker, or the leader of a group of workers."""
 
     group: str = ""
-    orders: deque[tuple[Order, Sequence[Frame]]] = field(default_factory=deque)
     dropped: list[tuple[int, list[int]]] = field(default_factory=list)
     """Rows, by lease and positions, that selection has dropped and of which the worker has not been notified."""
-
-
-@dataclass
-class OrderResult:
-    """The result of an order."""
-
-    rows: StoredRows | None = None
-    """The rows that an order made."""
-    trouble: str = ""
-    """The error of a failed write."""
 
 
 class ControlPlane(QueueController):
@@ -92,7 +81,6 @@ class ControlPlane(QueueController):
         self.training, self.loading = stream, loading or LoadingSchedule("end")
         self.held = stream.table.held
         """Reference counts of the blocks of all streams."""
-        self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
         self.departed: set[str] = set()
@@ -100,24 +88,12 @@ class ControlPlane(QueueController):
         self.deaths = RowDeaths()
         """The rows of each consumer with which workers have ended; an engine gets suspects alone."""
         self.weights, self.activity = Versions(exported), Activity()
-        self.steps = StepPermits(exported)
-        self.forgotten: list[WeightLocation] = []
-        """Outdated weights that engines may still read until each has loaded newer ones."""
+        self.steps, self.orders = StepPermits(exported), WorkerOrders()
         self.weights_sent = 0
         """Bytes of weights received by engines on other machines."""
-        self.unloaded: frozenset[str] = frozenset()
-        """Groups that get no rows until they have loaded a checkpoint or returned to the published version."""
-        self.first_tasks: dict[str, Task] = {}
-        """Tasks of workers that have not registered yet, before all other work."""
-        self.first_orders: dict[int, str] = {}
-        """The groups that are ready for rows after these orders."""
-        self.lost_state = ""
-        """Why trainers could not return to the published version; empty if they could."""
         self.refused: UserError | WorkerError | None = None
         """The user's error that ends the run: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
-        self.results: dict[int, OrderResult] = {}
-        self.orders_given = 0
         self.noticed: list[object] = []
         """The values that threads of this process wait for, at their last wake-up."""
         self.notify: Callable[[], object] = lambda: None
@@ -168,10 +144,7 @@ class ControlPlane(QueueController):
             case WeightsGiven():
                 self._free(self.steps.weights_given(request))
             case NewWeights():
-                locations = self.weights.by_role[request.role]
-                # Regrouped ranks publish again what lost ranks held; engines may still read the earlier location.
-                self.forgotten += [locations.pop(request.version)] if request.version in locations else []
-                locations[request.version] = request.location
+                self.weights.add(request.role, request.version, request.location)
                 self.activity.updates.add(f"weights/{request.role}/write_seconds", request.seconds)
             case Loaded():
                 self._loaded(request)
@@ -186,13 +159,11 @@ class ControlPlane(QueueController):
         name = request.holder
         if name in self.departed:
             return
-        # After the group's name come its number and its start count.
-        self.holders[name] = WorkerHolder(name, request.address, self.clock(), name.rsplit(".", 2)[0])
+        self.holders[name] = WorkerHolder(name, request.address, self.clock(), group_of(name))
         self._note_activity([name])
         if request.generates:
             self.loading.join(name)
-        if (task := self.first_tasks.pop(name, None)) is not None:
-            self.first_orders[self.give_order(name, task)] = self.holders[name].group
+        self.orders.join(name)
 
     def _note_ended(self, holder: str, ended: Sequence[tuple[int, int]]) -> None:
         for number, rows in ended:
@@ -214,10 +185,10 @@ class ControlPlane(QueueController):
 
     def _next_work(self, holder: WorkerHolder, request: TakeWork) -> tuple[Lost, Sequence[Frame]] | None:
         """Return an order, weights to receive or load, a step, or rows; None if there is no work now."""
-        if self.lost_state and holder.group in self.unloaded:
+        if self.orders.lost_state and holder.group in self.orders.unloaded:
             return None  # it has no state that it could save
-        if holder.orders:
-            return holder.orders.popleft()
+        if (order := self.orders.next(holder.name)) is not None:
+            return order
         version = self.loading.version_of(holder.name)
         # No batch starts on the last version; only an evaluation at the end loads it.
         useful = min(self._loadable, self.training.schedule.sizes.iterations - 1)
@@ -233,7 +204,7 @@ class ControlPlane(QueueController):
             self.changes += 1
             self.changed.notify_all()
         lags = version not in (None, self.loading.target)
-        takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
+        takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.orders.unloaded
         for name in request.consumers if takes_rows else ():
             for stream in self.streams:
                 # An evaluation uses a single version.
@@ -287,24 +258,17 @@ class ControlPlane(QueueController):
             self.activity.updates.add(f"weights/{role}/update_seconds", seconds)
         # A restarted engine may need the target version; older ones are needed only by engines that are loading them.
         self._free(self.weights.outdated(self.loading.needed_versions))
-        if self.forgotten and all(engine.version != UNKNOWN for engine in self.loading.engines.values()):
-            self._free(self.forgotten)
-            self.forgotten = []
+        if all(engine.version != UNKNOWN for engine in self.loading.engines.values()):
+            self._free(self.weights.take_replaced())
 
     def _ordered(self, request: OrderDone, frames: Sequence[Frame]) -> None:
         """Record the result of an order."""
-        if (group := self.first_orders.pop(request.number, None)) is not None:
-            if request.trouble:
-                self.lost_state = request.trouble
-            else:
-                self.unloaded -= {group}
-            return
         rows = None
         if request.payload is not None:
             # Reference the blocks now: when a worker dies, its unreferenced blocks are freed.
             stored = StoredRows(decode([bytes(frame) for frame in frames]), list(request.payload))
             rows = self.held.hold_for(stored)
-        self.results[request.number] = OrderResult(rows, request.trouble)
+        self.orders.done(request, rows)
 
     # The main program
 
@@ -339,9 +303,7 @@ class ControlPlane(QueueController):
         Raises KeyError for an unknown worker.
         """
         with self.changed:
-            self.orders_given += 1
-            self.holders[holder].orders.append((Order(number=self.orders_given, task=task), content))
-            return self.orders_given
+            return self.orders.give(holder, task, content)
 
     def fail(self, holder: str, died: bool = True) -> None:
         """Release the leases of a worker that `died` or leaves, and free blocks that it wrote and never reported."""
@@ -349,7 +311,7 @@ class ControlPlane(QueueController):
             self.departed.add(holder)
             departing = self.holders.pop(holder, None)
             self._note_activity([holder])
-            self.first_tasks.pop(holder, None)
+            self.orders.leave(holder)
             self.loading.leave(holder)
             self.steps.leave(holder)
             for stream in self.streams:
@@ -369,7 +331,7 @@ class ControlPlane(QueueController):
         still load were lost with the trainers.
         """
         with self.changed:
-            self.lost_state = ""
+            self.orders.lost_state = ""
             if self.training.schedule.progress.published != version or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
@@ -385,9 +347,9 @@ class ControlPlane(QueueController):
         with self.changed:
             version = self.training.schedule.progress.published
             self.train_again(version)
-            for role, holder in leaders.items():
-                self.first_tasks[holder] = GoBack(version, self.lacks_weights(role))
-                self.unloaded |= {holder.rsplit(".", 2)[0]}
+            self.orders.give_first(
+                {holder: GoBack(version, self.lacks_weights(role)) for role, holder in leaders.items()}
+            )
             self.advance()
 
     def lacks_weights(self, role: str) -> bool:
@@ -396,10 +358,11 @@ class ControlPlane(QueueController):
         Its trainers were lost before it was written, or it is only in their memory.
         """
         version = self.training.schedule.progress.published
-        location = self.weights.by_role[role].get(version) if role in self.exported else None
-        if location is not None:
+        if role not in self.weights.by_role:
+            return False
+        if (location := self.weights.by_role[role].get(version)) is not None:
             return location.offer is not None
-        return role in self.exported and version > self.loading.target and bool(self.training.updates_of(role, version))
+        return version > self.loading.target and bool(self.training.updates_of(role, version))
 
     def begin_again(self, stream: Stream) -> None:
         """Forget all rows and weights; engines wait for the checkpoint's weights."""
@@ -408,15 +371,13 @@ class ControlPlane(QueueController):
             stream.tasks.leases.numbers = self.training.tasks.leases.numbers
             for earlier in self.streams:
                 self.data.free(earlier.table.evict(list(earlier.tasks.rows)))
-            self.forgotten += self.weights.locations()
-            self.forgotten += self.steps.restart()
+            self.weights.replace_all()
+            self.weights.replaced += self.steps.restart()
             self.steps.allow(0)
             self.training, self.streams = stream, [stream]
-            self.weights = Versions(self.exported)
             self.loading.forget()
             self.finished = deque()
-            for holder in self.holders.values():
-                holder.orders.clear()
+            self.orders.withdraw()
             self._note_activity(self.holders)
 
     def advance(self) -> None:
@@ -455,7 +416,7 @@ class ControlPlane(QueueController):
             self.steps.is_due,
             self.stopping,
             self.loading.target,
-            len(self.results),
+            len(self.orders.results),
             len(self.holders),
         ]
         for schedule in (stream.schedule for stream in self.streams):
@@ -530,12 +491,5 @@ class ControlPlane(QueueController):
         """Return the newest version up to which all weights have arrived; ranks write the newest ones beside their next
         step.
         """
-        newest = self.loading.target
-        for version in range(max(newest, 0) + 1, self.training.schedule.progress.published + 1):
-            if not all(
-                version in self.weights.by_role[role] or not self.training.updates_of(role, version)
-                for role in self.exported
-            ):
-                break
-            newest = version
-        return newest
+        published = self.training.schedule.progress.published
+        return self.weights.newest_complete(self.loading.target, published, self.training.updates_of)

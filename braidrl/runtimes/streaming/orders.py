@@ -22,11 +22,12 @@ from braidrl.queue.table import StoredRows, pieces_without
 from braidrl.runtimes.interfaces import StartedBatch
 from braidrl.runtimes.row_store import Origin, Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import LostWrite, check_written
-from braidrl.runtimes.streaming.control import ControlPlane, OrderResult
+from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.runtimes.streaming.work import LoadCheckpoint, MakeRows, ReportWrite, Save, Task, WriteRows
+from braidrl.runtimes.streaming.worker_orders import OrderResult
 from braidrl.training.roles.checkpoint import Write
 
 LOOK_EVERY_S = 0.05
@@ -136,10 +137,10 @@ class StreamingBackend:
                 order = self.control.give_order(holder, task, content) if holder in self.control.holders else None
             self.control.notify()
             # Rows are written also after a trainer's failure.
-            while order is not None and order not in self.control.results and holder in self.control.holders:
+            while order is not None and order not in self.control.orders.results and holder in self.control.holders:
                 self._wait(ROWS)
-            if order in self.control.results:
-                return self.control.results.pop(order)
+            if order in self.control.orders.results:
+                return self.control.orders.results.pop(order)
             self._wait(ROWS)
 
     def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
@@ -175,7 +176,7 @@ class StreamingBackend:
         If all rows still exist, engines already have, or load, that version.
         """
         published = version if self.restored is not None else None
-        control, exported = self.control, self.control.exported
+        control, exported = self.control, self.control.weights.by_role
         self.processes.forget_states()
 
         def loaded(role: str) -> LoadCheckpoint:
@@ -194,14 +195,14 @@ class StreamingBackend:
                 kept = {*self.stream.schedule.versions.oldest, *self.stream.schedule.versions.suspended}
                 self.control.activity.drawn_again += len(self.forgotten - kept)
                 self.forgotten = set()
-            self.control.unloaded = frozenset()
+            self.control.orders.unloaded = frozenset()
         self.control.notify()
 
     def _carry_out(self, task_of: Callable[[str], Task]) -> None:
         """Wait until every leader has completed the task of its role. Raises WorkerError after the time limit."""
         limit = time.monotonic() + ORDER_LIMIT_S
         for role, (holder, number) in self._give(task_of).items():
-            while number not in self.control.results:
+            while number not in self.control.orders.results:
                 if holder not in self.control.holders:
                     # The role's ranks have regrouped, and have a new leader.
                     holder, number = self._order(role, task_of, limit)
@@ -236,11 +237,11 @@ class StreamingBackend:
 
         Raises OSError if that failed, and LostWrite if one of its ranks has ended.
         """
-        while number not in self.control.results:
+        while number not in self.control.orders.results:
             if self.control.stopping or holder not in self.control.holders:
                 raise LostWrite(f"{holder} has ended")
             time.sleep(LOOK_EVERY_S)
-        check_written(self.control.results[number].trouble)
+        check_written(self.control.orders.results[number].trouble)
 
     def close(self) -> None:
         """Notify all workers of the end of the run; no process, segment or port is left."""

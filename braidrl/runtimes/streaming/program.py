@@ -154,7 +154,7 @@ class StreamingController:
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
         # Immediately, while trainers have barely started the next batch.
-        if self.processes.is_copied and self.processes.waiting():
+        if self.processes.trained.is_copied and self.processes.trained.waiting():
             self.processes.continue_from_memory()
         result = self._result(finished)
         for name, value in self.loader.measure(iteration, result.generated).items():
@@ -210,7 +210,7 @@ class StreamingController:
 
     def is_awaited(self) -> bool:
         """Return True if lost trainers have restarted and will get their state from a checkpoint."""
-        return not self.processes.is_copied and self.processes.waiting()
+        return not self.processes.trained.is_copied and self.processes.trained.waiting()
 
     def begin_again(self, version: int) -> Restart:
         """Regroup the ranks of all trained roles.
@@ -336,7 +336,7 @@ class StreamingController:
         result = IterationResult(generated, final, finished.table, finished.final, sums, dropped=outcome.dropped)
         with self.control.changed:
             observed = {**self.control.current_metrics(), **self.control.activity.take_sums()}
-        observed |= {f"ranks/members/{group}": float(size) for group, size in self.processes.ranks().items()}
+        observed |= {f"ranks/members/{group}": float(size) for group, size in self.processes.trained.sizes().items()}
         for name, value in observed.items():
             result.sums.add(name, value)
         data = self.control.data

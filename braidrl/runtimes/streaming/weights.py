@@ -9,7 +9,7 @@ hold them.
 """
 
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from braidrl.cluster.shared_memory import PREFIX, machine, shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.engines.deployment import Deployment
 from braidrl.engines.factory import file_writer
+from braidrl.flow import Stage
 from braidrl.runtimes.streaming.work import WeightLocation, Weights
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WEIGHTS, FilePublisher, WeightFile, WeightWriter, remove_version
@@ -135,6 +136,35 @@ class Versions:
 
     def __init__(self, roles: Collection[str]) -> None:
         self.by_role: dict[str, dict[int, WeightLocation]] = {role: {} for role in roles}
+        self.replaced: list[WeightLocation] = []
+        """Weights that engines may still read until each has loaded newer ones."""
+
+    def add(self, role: str, version: int, location: WeightLocation) -> None:
+        """Record a published version; regrouped ranks publish again what lost ranks held."""
+        if (earlier := self.by_role[role].get(version)) is not None:
+            self.replaced.append(earlier)
+        self.by_role[role][version] = location
+
+    def replace_all(self) -> None:
+        """Forget all versions, which engines may still read."""
+        self.replaced += self.locations()
+        self.by_role = {role: {} for role in self.by_role}
+
+    def take_replaced(self) -> list[WeightLocation]:
+        """Return the replaced weights once, when no engine reads them any more."""
+        replaced, self.replaced = self.replaced, []
+        return replaced
+
+    def newest_complete(self, loaded: int, published: int, updates_of: Callable[[str, int], Sequence[Stage]]) -> int:
+        """Return the newest version from `loaded` to `published` up to which the weights of all roles that were updated
+        have arrived; ranks write the newest ones beside their next step.
+        """
+        newest = loaded
+        for version in range(max(loaded, 0) + 1, published + 1):
+            if any(version not in known and updates_of(role, version) for role, known in self.by_role.items()):
+                break
+            newest = version
+        return newest
 
     @property
     def outlive_trainers(self) -> bool:
