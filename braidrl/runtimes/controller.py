@@ -22,7 +22,7 @@ from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, 
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import traced
-from braidrl.runtimes.generating.generation import TO_THE_END
+from braidrl.runtimes.generating.partial import TO_THE_END
 from braidrl.runtimes.generating.verification import segment_of
 from braidrl.runtimes.interfaces import IterationResult, Position, Restart, SerialBackend, StartedBatch, TableT, needed
 from braidrl.runtimes.row_store import Admission

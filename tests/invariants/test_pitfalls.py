@@ -23,8 +23,8 @@ from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.generating.generation import sampling_of
-from braidrl.runtimes.run import train
+from braidrl.runtimes.generating.episodes import sampling_of
+from braidrl.runtimes.restarts import train
 from braidrl.training.backends import BackendSpec
 from braidrl.training.compute.packed import pack
 from braidrl.training.objective import Objective, denominators

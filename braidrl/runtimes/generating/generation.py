@@ -3,53 +3,34 @@
 rows ──requests_of──▶ engine ──finished rows──▶ EarlyChecks, EarlyStop ──▶ columns
      ──play────────▶ episodes on the same engine ─────────────────────▶
 trained weights ──publish──▶ engines
-
-Partial rollout: a response draws at most its token budget, is suspended, and resumes in a later iteration.
-
-admitted, no tokens yet ─▶ generate ─over its budget──▶ suspended: tokens, log-probs, versions
-    ─▶ generate, one version later
-                                    ─ended──▶ verify, select, train
-
-Suspended and newly admitted rows are ordinary rows whose `finish_reason` is ABORT.
 """
 
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from braidrl.agents.environments import AGENTS, in_thread
-from braidrl.agents.listening import endpoint_key
-from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
-from braidrl.agents.resuming import Recorded, ResumingEpisodes
-from braidrl.agents.sandboxed import EnvironmentHosts
-from braidrl.agents.spans import EpisodeSpans
 from braidrl.agents.trajectory import (
     Limits,
     Trajectory,
-    TurnSampling,
     response_columns,
     trajectory_columns,
     with_oldest_version,
 )
-from braidrl.agents.turns import EnvironmentFailed, TurnTemplate
-from braidrl.algorithms.policy_metrics import reflection_counts, repeats_itself
+from braidrl.agents.turns import EnvironmentFailed
+from braidrl.algorithms.policy_metrics import reflection_counts
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import Ranks
 from braidrl.config import Config
-from braidrl.data.chat import end_ids_of
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
-from braidrl.data.templates import PromptTemplate
 from braidrl.data.token_columns import VERSIONS, returned_columns
 from braidrl.data.vision import moved
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.engine import Engine
 from braidrl.engines.factory import exchange_publisher, publisher_of, start_engine
-from braidrl.engines.requests import Request, Response, SamplingParams, joined, remaining_request
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import RoleEngine, run_together
 from braidrl.errors import UserError
 from braidrl.flow import Stage
@@ -59,17 +40,16 @@ from braidrl.observe.metrics import FAILURE, Sums
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import Span, TraceWriter
 from braidrl.rewards.verify import LEFT_OUT, RuleRewards, decoded
+from braidrl.runtimes.generating.episodes import Episodes, limits_of, sampling_of
+from braidrl.runtimes.generating.partial import PartialResponses
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyStop, early_verify_stages
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.decoders.images import ModelImages
 from braidrl.training.parallel.layouts import DataParallel
-from braidrl.training.role_settings import settings_of
 from braidrl.weights.publisher import Publisher, TransferVolume
 
-TO_THE_END = "to_the_end"
-"""Parameter of a generate stage whose rows have no budget."""
 UNDRAWN = "undrawn"
 """Parameter of a generate stage: the rows that are left out, because processes have ended with them."""
 
@@ -96,66 +76,6 @@ class WeightMoves:
             self.trace.record(Span(self.trace.worker, role, "weights", self.version + 1, end - moved.seconds, end))
 
 
-def recorded_episodes(stage: Stage, rows: Rows, config: Config, version: int) -> dict[Uid, Recorded]:
-    """Return the recorded earlier draws of the rows' episodes; a row too stale for the next batch has no budget."""
-    names = [column.name for column in returned_columns(columns_of(stage))]
-    recorded = dict[Uid, Recorded]()
-    for i, uid in enumerate(rows.uids()):
-        tokens, mask, lengths = rows["tokens"][i], rows["action_mask"][i], rows["sequence_lengths"][i]
-        per_token = {name: rows[name][i] for name in names}
-        versions = per_token[VERSIONS]
-        age = version - int(versions.min()) if len(versions) else 0
-        ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
-        budget = None if ends else config.rollout.tokens_per_iteration
-        sequence = tokens[len(tokens) - int(lengths[-1]) :]
-        recorded[uid] = Recorded(tokens[mask.bool()], per_token, sequence, budget)
-    return recorded
-
-
-class PartialResponses:
-    """The earlier tokens of a generate stage's rows, and their current budgets."""
-
-    def __init__(self, stage: Stage, rows: Rows, config: Config, version: int) -> None:
-        """Collect the earlier tokens of rows, to be continued by weights of `version`; a row too stale for the next
-        batch has no budget.
-        """
-        self.config, self.requests = config, dict[Uid, Request]()
-        self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
-        starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
-        names = [column.name for column in returned_columns(columns_of(stage))]
-        for i, uid in enumerate(rows.uids()):
-            per_token = {name: rows[name][i] for name in names}
-            earlier = Response(uid, rows["tokens"][i][starts[i] :], FinishReason(reasons[i]), per_token)
-            self.before[uid] = earlier
-            age = version - int(earlier.versions.min()) if len(earlier.tokens) else 0
-            ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
-            self.budgets[uid] = None if ends else config.rollout.tokens_per_iteration
-        self.complete = {uid: r for uid, r in self.before.items() if r.finish_reason is not FinishReason.ABORT}
-        """The responses that had ended before."""
-
-    def rest(self, requests: Iterable[Request]) -> list[Request]:
-        """Return the remaining requests of unfinished rows, within their budgets."""
-        for request in requests:
-            rest, budget = remaining_request(request, self.before[request.uid]), self.budgets[request.uid]
-            if rest is not None:
-                most = min(rest.sampling.max_tokens, budget or rest.sampling.max_tokens)
-                self.requests[request.uid] = replace(rest, sampling=replace(rest.sampling, max_tokens=most))
-        return list(self.requests.values())
-
-    def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
-        """Return the response appended to its earlier part; it is suspended if its budget is spent, unless it is
-        complete or repeats a phrase.
-        """
-        request, response = self.requests[drawn.uid], joined([self.before[drawn.uid], drawn])
-        spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
-        room = max_sequence_tokens - len(request.prompt) - len(drawn.tokens)
-        if not spent or room < 1 or len(response.tokens) >= self.config.rollout.max_response_tokens:
-            return response
-        window = self.config.rollout.repeated_tokens
-        repeats = window is not None and repeats_itself(response.tokens, window)
-        return replace(response, finish_reason=FinishReason.REPEAT if repeats else FinishReason.ABORT)
-
-
 def images_seen(engine: RoleEngine) -> ModelImages | None:
     """Return the images of an engine in this process; None for a text-only or remote engine."""
     return engine.images if isinstance(engine, EmbeddedEngine) else None
@@ -177,8 +97,7 @@ class Generation:
         self.engines: dict[str, RoleEngine] = {}
         self.publishers: dict[str, Publisher] = {}
         self.moves, self.usage = WeightMoves(), DeviceUsage(config, prepared.deployment.engines)
-        self.environments = EnvironmentHosts(config.rollout.environment)
-        self.spans = EpisodeSpans(config.rollout.environment.spans)
+        self.episodes = Episodes(prepared)
 
     def start_engine(self, role: str, worker: TrainingBackend | None) -> None:
         """Start the engine that generates with the weights of `worker`; without a worker, `exchange_weights` names the
@@ -319,7 +238,10 @@ class Generation:
             drawn = [position for position, uid in enumerate(rows.uids()) if uid not in undrawn] if undrawn else None
             started_rows = rows if drawn is None else rows.take(drawn)
             played = run_together(
-                engines, lambda running: self.played(running, stage, started_rows, limits, finished, self.moves.version)
+                engines,
+                lambda running: self.episodes.played(
+                    running, stage, started_rows, limits, finished, self.moves.version
+                ),
             )
             self.usage.decoded(stage, Drawn.played(played), engine.slots, time.perf_counter() - start, sums)
             self.usage.speculated(stage, engine.speculated, sums)
@@ -331,66 +253,6 @@ class Generation:
             result_of = undrawn | dict(zip(started_rows.uids(), played, strict=True))
             every = [one for uid in rows.uids() if isinstance(one := result_of[uid], Trajectory)]
             return self.trajectory_columns(stage, every, limits, sums)
-
-    async def played(
-        self,
-        running: Engine,
-        stage: Stage,
-        rows: Rows,
-        limits: Limits,
-        finished: Callable[[Trajectory], None] = lambda trajectory: None,
-        version: int = 0,
-    ) -> list[Trajectory]:
-        """Return a trajectory for each row, played on a running engine; `finished` is called with each one that ends.
-
-        In partial rollout weights of `version` continue episodes.
-        """
-        if not len(rows):
-            return []
-        if self.config.rollout.tokens_per_iteration is not None and VERSIONS in rows:
-            recorded = recorded_episodes(stage, rows, self.config, version)
-            end_ids = end_ids_of(settings_of(str(stage.role), self.config).model.expanduser(), self.tokenizer)
-            suspends = self.config.rollout.environment.resume == "replay"
-            running = ResumingEpisodes(running, recorded, self.tokenizer, end_ids, limits.max_sequence_tokens, suspends)
-        make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
-        prompts = PromptTemplate.of(self.tokenizer, self.config.data, self.vision)
-        template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
-        if not self.config.reward.skip_special_tokens and not stage.params["environment"].startswith(AGENTS):
-            # Environments get the same text as verifiers. Clients of the endpoint get the same text as from other
-            # servers of its protocol.
-            ends = end_ids_of(self.config.model.expanduser(), self.tokenizer)
-            pad = getattr(self.tokenizer, "pad_token_id", None)
-            template = replace(template, hidden=frozenset(token for token in (*ends, pad) if token is not None))
-        seed = self.config.seed
-        turns = TurnSampling(
-            sampling_of(stage, self.config),
-            limits.max_sequence_tokens,
-            str(stage.params.get("purpose", "train")),
-            stage.name,
-            columns_of(stage),
-        )
-        if stage.params["environment"].startswith(AGENTS):
-            # Imported here: only agents need aiohttp, which is optional.
-            from braidrl.agents.endpoint import Endpoint
-
-            listener = await in_thread(lambda: self.environments.listener(stage.params["environment"]))
-            host, key = self.config.rollout.environment.host, endpoint_key(self.config.rollout.environment)
-            async with Endpoint(running, template, turns, host, listener, key) as endpoint:
-                agents = AgentPlayer(endpoint, make, limits=limits, seed=seed, on_finished=finished, spans=self.spans)
-                return await agents.play(rows)
-        player = EnvironmentPlayer(
-            running,
-            make,
-            template,
-            turns,
-            limits=limits,
-            seed=seed,
-            on_finished=finished,
-            policies=policies_of(stage)[1:],
-            role=str(stage.role),
-            spans=self.spans,
-        )
-        return await player.play(rows)
 
     def _all_undrawn(self, stage: Stage, rows: Rows) -> dict[Uid, Response | Trajectory]:
         """Return the results of the rows that a stage skips."""
@@ -484,8 +346,7 @@ class Generation:
             engine.close()
         for publisher in self.publishers.values():
             publisher.close()
-        self.environments.close()
-        self.spans.close()
+        self.episodes.close()
         if self.checks.rewards is not None:
             self.checks.rewards.close()
 
@@ -501,34 +362,3 @@ def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
         )
         for uid, ids, spans in zip(rows.uids(), prompts, images, strict=True)
     ]
-
-
-def sampling_of(stage: Stage, config: Config) -> SamplingParams:
-    """Return a generate stage's sampling settings: those of the stage, otherwise those of `rollout`."""
-    rollout, params = config.rollout, stage.params
-    settings = {name: params.get(name, getattr(rollout, name)) for name in ("temperature", "top_p", "top_k")}
-    return SamplingParams(
-        **settings,
-        max_tokens=rollout.max_response_tokens,
-        stop_token_ids=tuple(rollout.stop_token_ids),
-        stop=tuple(rollout.stop),
-        greedy=bool(params.get("greedy", False)),
-    )
-
-
-def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
-    """Return the limits of a trajectory of `tokens` tokens including the prompt; ranks that play together divide
-    `at_once`.
-    """
-    environment, right = config.rollout.environment, config.reward.correct_score
-    share = environment.at_once // ranks.size + (ranks.rank < environment.at_once % ranks.size)
-    return Limits(
-        max(1, share),
-        environment.timeout_s,
-        environment.max_turns,
-        max_sequence_tokens,
-        1.0 if right is None else right,
-        config.reward.max_abs,
-        math.inf if environment.episode_timeout_s is None else environment.episode_timeout_s,
-        environment.retries,
-    )

@@ -29,7 +29,9 @@ from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
 from braidrl.queue.calls import Lost, Stop
 from braidrl.queue.client import Client, WorkItem, write_columns
-from braidrl.runtimes.generating.generation import TO_THE_END, PartialResponses, images_seen, limits_of, requests_of
+from braidrl.runtimes.generating.episodes import limits_of
+from braidrl.runtimes.generating.generation import images_seen, requests_of
+from braidrl.runtimes.generating.partial import TO_THE_END, PartialResponses
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.work import Ended, LeasedRows, Loaded, LoadWeights, Receive, TakeWork, Weights
 from braidrl.runtimes.streaming.worker import WorkerContext
@@ -167,7 +169,7 @@ class GenerateLoop:
                 row = stage
                 if key[1] in leased.to_the_end:
                     row = replace(stage, params={**stage.params, TO_THE_END: True})
-                played = self.generation.played(
+                played = self.generation.episodes.played(
                     self.resuming_engine, row, rows.take([number]), self.limits, version=self.version
                 )
                 self.episodes[key] = asyncio.create_task(played)
