@@ -23,7 +23,7 @@ import torch
 from benchmarks.machine import describe
 from braidrl.config import load_config
 from braidrl.observe.metrics import MEASURED, read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 from examples.arithmetic.task import demonstrations, problems, questions, write_jsonl, write_model
 from examples.smollm2.fetch import FOLDER as SMOLLM2

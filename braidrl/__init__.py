@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         select,
         shape,
     )
-    from braidrl.runtimes.run import train
+    from braidrl.runtimes.restarts import train
     from braidrl.runtimes.session import Session
 
 # oneDNN caches a kernel for each shape of operands, and torch an object around it, 1,024 of each by default. Packed
@@ -54,7 +54,7 @@ __all__ = [
     "shape",
     "train",
 ]
-PLACES = {"Config": "config", "load_config": "config", "Session": "runtimes.session", "train": "runtimes.run"}
+PLACES = {"Config": "config", "load_config": "config", "Session": "runtimes.session", "train": "runtimes.restarts"}
 """Modules of the names that `braidrl.flow` does not have."""
 
 

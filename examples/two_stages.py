@@ -6,7 +6,7 @@ from pathlib import Path
 
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 
 

@@ -31,7 +31,7 @@ from braidrl.config import parse_config
 from braidrl.data.vision import FAMILIES
 from braidrl.errors import first_line
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, all_findings, layout_findings
 from braidrl.training.decoders.image_proof import image_finding

@@ -36,8 +36,12 @@ from braidrl.data.prompts import PARTS, new_folder
 from braidrl.data.sources import Reading
 from braidrl.data.tables import own_batches_of, part_of, part_writers, write_part
 from braidrl.data.templates import PromptTemplate
-from braidrl.runtimes.run import StepMetrics, TrainingRun
+from braidrl.runtimes.evaluation import Scores
+from braidrl.runtimes.interfaces import Backend
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.run_records import RunRecords
 from braidrl.runtimes.saving.checkpoints import RunState
+from braidrl.runtimes.step_metrics import StepMetrics
 from braidrl.training.pretrained import load_tokenizer
 
 SIZES = (8, 64, 512, 1024, 4096)
@@ -59,6 +63,26 @@ class SingleProcess:
         self.rank, self.size = rank, size
 
 
+class PlayedScores(Scores):
+    """Evaluations that are counted separately."""
+
+    world: PlayedWorld
+
+    def measure(self, backend: Backend[Any], step: int) -> StepMetrics:
+        with self.world.within(f"evaluation after {step}"):
+            return super().measure(backend, step)
+
+
+class PlayedRecords(RunRecords):
+    """Records whose report is counted separately."""
+
+    world: PlayedWorld
+
+    def report(self, rehearsal: bool = False) -> None:
+        with self.world.within("report"):
+            super().report(rehearsal)
+
+
 class PlayedRun(TrainingRun):
     """A training run whose parts are counted separately."""
 
@@ -67,23 +91,19 @@ class PlayedRun(TrainingRun):
     def _start_controller(self) -> None:
         super()._start_controller()
         self.gaps = AnyGap(0.0)
+        self.scores = PlayedScores(self.prepared, self.folder, self.checkpoints, self.world)
+        if not isinstance(self.records, PlayedRecords):
+            self.records = PlayedRecords(self.folder, self.config, self.progress)
+            self.records.world = self.world
         self.backend.exchange = PlayedExchange(self.world, self.interrupts, self.backend.trace)
 
     def _one_step(self, state: RunState) -> None:
         with self.world.within(f"step {self.step + 1}"):
             super()._one_step(state)
 
-    def _evaluate(self) -> StepMetrics:
-        with self.world.within(f"evaluation after {self.step}"):
-            return super()._evaluate()
-
     def _save(self, state: RunState, wait: bool = False) -> None:
         with self.world.within("checkpoint"):
             super()._save(state, wait=True)
-
-    def _report(self, rehearsal: bool = False) -> None:
-        with self.world.within("report"):
-            super()._report(rehearsal)
 
 
 def config_of(folder: Path, size: int, steps: int = STEPS, unequal: bool = False) -> Config:

@@ -4,14 +4,17 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.played import GROUPS, SAMPLES, AnyGap
 from braidrl.config import Config, load_config
-from braidrl.runtimes.run import StepMetrics, TrainingRun
+from braidrl.runtimes.evaluation import Scores
+from braidrl.runtimes.interfaces import Backend
+from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
+from braidrl.runtimes.step_metrics import StepMetrics
 
 
 def settings(folder: Path, trainers: int, steps: int, *others: str) -> Config:
@@ -47,6 +50,16 @@ def write_sums(path: Path, count: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+class CountedScores(Scores):
+    """Evaluations that are counted as a part of the run."""
+
+    counting: Callable[[str], AbstractContextManager[None]]
+
+    def measure(self, backend: Backend[Any], step: int) -> StepMetrics:
+        with self.counting("evaluation"):
+            return super().measure(backend, step)
+
+
 class CountedRun(TrainingRun):
     """A training run that counts the seconds, messages and bytes of each step, evaluation and checkpoint."""
 
@@ -72,14 +85,12 @@ class CountedRun(TrainingRun):
     def _start_controller(self) -> None:
         super()._start_controller()
         self.gaps = AnyGap(0.0)
+        self.scores = CountedScores(self.prepared, self.folder, self.checkpoints, self.world)
+        self.scores.counting = self.counting
 
     def _one_step(self, state: RunState) -> None:
         with self.counting("step"):
             super()._one_step(state)
-
-    def _evaluate(self) -> StepMetrics:
-        with self.counting("evaluation"):
-            return super()._evaluate()
 
     def _save(self, state: RunState, wait: bool = False) -> None:
         with self.counting("checkpoint"):

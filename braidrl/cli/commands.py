@@ -127,7 +127,7 @@ def train(
         return
     if resume is None:
         check_first(config, trained=replay is None)
-    from braidrl.runtimes.run import train as run_training
+    from braidrl.runtimes.restarts import train as run_training
     from braidrl.runtimes.start import start_fork_server
 
     start_fork_server(config)

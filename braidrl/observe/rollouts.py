@@ -117,6 +117,19 @@ def check_recording(path: Path) -> None:
             raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
 
 
+def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
+    """Raise UserError if the run to replay has not recorded every step, or a recording is damaged."""
+    if rollout_only:
+        raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
+    recorded = recorded_steps(replay)
+    if not recorded:
+        raise UserError(f"{replay} has no recorded rollouts; give the folder of a run that recorded them")
+    if missing := sorted(set(range(1, steps + 1)) - set(recorded)):
+        raise UserError(f"{replay} has no recorded rollouts of step {missing[0]}; write trainer.steps={missing[0] - 1}")
+    for step in range(1, steps + 1):
+        check_recording(rollout_path(replay, step))
+
+
 def read_texts(path: Path, columns: Sequence[str] = (), most_files: int | None = None) -> list[dict[str, Any]]:
     """Read each row's prompt and response text, and those of the named `columns` that the recording has, by identity.
 

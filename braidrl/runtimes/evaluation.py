@@ -3,6 +3,7 @@ weights.
 """
 
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.first_checks import check_sets
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
 from braidrl.runtimes.row_store import HeldOut
-from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
+from braidrl.runtimes.saving.checkpoints import Checkpoints
+from braidrl.runtimes.saving.folders import best_checkpoint, check_output, unused_folder, write_config
 from braidrl.runtimes.sizing import prepared_to_fit
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import start_backend
-from braidrl.runtimes.step_metrics import failures_beyond
+from braidrl.runtimes.step_metrics import StepMetrics, failures_beyond
 
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
@@ -74,6 +76,57 @@ def evaluate_sets(
             metrics[f"eval/{name}/margin"] = float(margin.mean())
         backend.record(rollout_path(folder, step, name), table, table)
     return metrics
+
+
+class Scores:
+    """The evaluations of a training run: whether its target is reached, and the best step."""
+
+    def __init__(self, prepared: Prepared, folder: Path, checkpoints: Checkpoints, world: World) -> None:
+        self.prepared, self.folder, self.checkpoints, self.world = prepared, folder, checkpoints, world
+        self.settings = prepared.config.evaluation
+        self.are_enough = False
+        """True if the last evaluation has reached `evaluation.stop_at`."""
+        self.best_of_step: tuple[str, float] | None = None
+        """The metric `evaluation.best` with its value, if the last step has the highest so far."""
+
+    def begin(self, last: Mapping[str, Any], backend: Backend[Any], step: int) -> StepMetrics:
+        """Evaluate before the first step, and return the metrics; `last` is the last line of metrics."""
+        # A resumed run that had reached its target is complete.
+        self.are_enough = last["step"] == step and good_enough(last, self.settings.stop_at)
+        # A run that was stopped in its first step already has the line of step 0 when it resumes.
+        if step > 0 or last["step"] >= 0 or not self.settings.every:
+            return {}
+        if self.settings.before_first_step:
+            metrics = self.measure(backend, 0)
+            return {"step": 0, **metrics} if metrics else {}
+        # One prompt of every set, so that an error ends the run now and not at the first evaluation.
+        evaluate_sets(backend, self.prepared, self.folder, 0, prompts=1)
+        for name in self.prepared.config.data.evaluation_sources if self.world.first else ():
+            path = rollout_path(self.folder, 0, name)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return {}
+
+    def measure(self, backend: Backend[Any], step: int) -> StepMetrics:
+        """Return the metrics of all sets after a step."""
+        measured = evaluate_sets(backend, self.prepared, self.folder, step)
+        self.are_enough = good_enough(measured, self.settings.stop_at)
+        if name := self.settings.best:
+            before = self._best_before(name)
+            if step > 0 and (before is None or measured[name] > before):
+                self.best_of_step = (name, measured[name])
+        return {**measured}
+
+    def forget(self) -> None:
+        """Forget the last evaluation: its step is made again."""
+        self.are_enough, self.best_of_step = False, None
+
+    def _best_before(self, name: str) -> float | None:
+        """Return the highest value of a metric among written checkpoints; all ranks get the first rank's value."""
+        if self.world.first:
+            self.checkpoints.wait()
+        best = best_checkpoint(self.folder) if self.world.first else None
+        value: float | None = best.value if best and best.metric == name else None
+        return self.world.share("best value", value)
 
 
 def evaluate_model(config: Config) -> dict[str, float]:

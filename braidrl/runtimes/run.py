@@ -5,67 +5,41 @@ configuration ─prepare─▶ flow, data, models ─▶ each step: run the flow
 """
 
 import gc
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.membership import RepairBudget
 from braidrl.cluster.process import interrupts_handled
-from braidrl.cluster.ranks import tell
 from braidrl.cluster.row_deaths import RowDeaths, skipped_row_line
 from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
-from braidrl.config import Config, parse_config
-from braidrl.engines.deployment import MODES
-from braidrl.errors import (
-    BadUpdate,
-    FailedStep,
-    LostPeers,
-    LostProcess,
-    UserError,
-    WorkerError,
-    first_line,
-    no_room,
-)
-from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
+from braidrl.config import Config
+from braidrl.errors import BadUpdate, FailedStep, LostPeers, LostProcess, UserError, WorkerError, first_line
+from braidrl.observe.metrics import REQUIRED_KEYS
 from braidrl.observe.progress import Progress
-from braidrl.observe.report import samples_of_step, write_report
-from braidrl.observe.rollouts import check_recording, recorded_steps, rollout_path
+from braidrl.observe.rollouts import check_recorded, rollout_path
 from braidrl.observe.trace import Span
-from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.evaluation import evaluate_sets, good_enough
+from braidrl.runtimes.evaluation import Scores
 from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.isolation import can_isolate
 from braidrl.runtimes.prepare.checks import without_effect
-from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import set_up_torch, settle, vocabulary_lines
 from braidrl.runtimes.replicas import free_groups
 from braidrl.runtimes.row_store import Recording, Surplus
+from braidrl.runtimes.run_records import RunRecords
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
-from braidrl.runtimes.saving.fingerprints import fingerprints
-from braidrl.runtimes.saving.folders import (
-    best_checkpoint,
-    held_alone,
-    identity,
-    new_run_folder,
-    unused_folder,
-    with_changes,
-    write_config,
-)
+from braidrl.runtimes.saving.fingerprints import check_unchanged, fingerprints
+from braidrl.runtimes.saving.folders import full_disk_named, held_alone, identity, new_run_folder, write_config
 from braidrl.runtimes.sizing import check_engine_memory, prepared_to_fit
-from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.spmd.rank_backend import rank_backend
 from braidrl.runtimes.spmd.regrouping import Regrouping
 from braidrl.runtimes.start import check_runtime, start_controller
 from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, LearningWatch, step_metrics, summary
 from braidrl.training.objective import NAMES_A_TOKEN
 from braidrl.training.role_settings import unusual_rates
-
-StepMetrics = dict[str, float | int | None]
 
 
 class TrainingRun(AbstractContextManager["TrainingRun"]):
@@ -114,7 +88,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.progress.print(line)
         set_up_torch(config)
         self.interrupts = Interrupts(alone=world is None)
-        self.records = any("tokens" in stage.writes for stage in flow.stages[: flow.recorded_stages])
+        self.keeps_rows = any("tokens" in stage.writes for stage in flow.stages[: flow.recorded_stages])
+        self.records = RunRecords(self.folder, config, self.progress)
         self.gaps, reward = GapWatch(config.rollout.max_log_prob_gap), config.reward
         self.learning = LearningWatch(flow, self.progress.print)
         self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
@@ -124,9 +99,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.controller: Any = None
         self.backend: Any = None
         self.saved_step: int | None = None
-        self.good_enough = False
-        self.best_of_step: tuple[str, float] | None = None
-        """The metric `evaluation.best` with its value, if the last step has the highest so far."""
+        self.scores = Scores(self.prepared, self.folder, self.checkpoints, self.world)
 
         with ExitStack() as resources, full_disk_named(self.folder):
             if self.world.first:
@@ -144,9 +117,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     self.progress.print(
                         f"{done}: nothing is trained; write trainer.steps={self.step + 10} for ten more"
                     )
-            self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
+            if self.world.first:
+                self.records.open(self.step if resume else None)
             if not resume:
-                self._report(rehearsal=True)
+                self.records.report(rehearsal=True)
             self.resources = resources.pop_all()
 
     @property
@@ -179,42 +153,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if checkpoint is None:
             return None
         state = load_checkpoint(checkpoint)
-        accepted, refused = self.config.trainer.accept_changes, dict[str, list[str]]()
-        for kind, digests in self.fingerprints.items():
-            before = state.fingerprints.get(kind, {})
-            changed = [key for key, digest in digests.items() if before.get(key, digest) != digest]
-            if changed and kind not in accepted:
-                refused[kind] = changed
-        if refused:
-            named = "; ".join(f"the {kind} of {', '.join(keys)}" for kind, keys in refused.items())
-            raise UserError(
-                f"since the checkpoint of step {state.step} something has changed that the run reads: {named}. Put "
-                "it back, or go on "
-                f"regardless with trainer.accept_changes=[{', '.join([*accepted, *refused])}]"
-            )
+        check_unchanged(state.fingerprints, self.fingerprints, self.config.trainer.accept_changes, state.step)
         return checkpoint, state
 
     def __exit__(self, *_: object) -> None:
         self.resources.close()
-        if self.metrics:
-            self.metrics.close()
-
-    def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
-        """Open the metrics files; a resumed run also writes its configuration, in which changes are no longer
-        accepted.
-        """
-        if resume_step is not None:
-            accepted = self.config.trainer.model_copy(update={"accept_changes": []})
-            for line in with_changes(self.folder, self.config.model_copy(update={"trainer": accepted})):
-                self.progress.print(line)
-        run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
-        # A new run that ends here loses nothing; a resumed run continues without a tracker.
-        trackers = Trackers(self.config.trackers, run, self.progress.print, must_open=resume_step is None)
-        writer = MetricsWriter(self.folder, resume_step, trackers=trackers)
-        if resume_step and writer.lacking:
-            steps = ", ".join(map(str, writer.lacking[:5])) + (", ..." if len(writer.lacking) > 5 else "")
-            self.progress.print(f"metrics.jsonl lacks steps that this run has made: {steps}; it goes on without them")
-        return writer
+        self.records.close()
 
     def train(self) -> None:
         """Run to `trainer.steps`. On Ctrl-C save the last complete step and raise KeyboardInterrupt again."""
@@ -234,7 +178,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 while True:
                     snapshot = self._snapshot()
                     try:
-                        if self.step >= self.config.trainer.steps or self.good_enough:
+                        if self.step >= self.config.trainer.steps or self.scores.are_enough:
                             self._save(snapshot, wait=True)
                             break
                         self.checkpoints.wait(block=False)
@@ -252,7 +196,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             except FailedStep:
                 # Every rank raises this error: the step is complete, and everything independent of it is kept.
                 self._save(self._snapshot(), wait=True)
-                self._report()
+                self.records.report()
                 self.world.gather("the checkpoint of the last step", None)
                 raise
             except KeyboardInterrupt:
@@ -260,13 +204,21 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     # A second Ctrl-C waits until the step is saved, a third does not.
                     with self.interrupts.hold():
                         self._save(snapshot if snapshot.step == self.step else self._snapshot(), wait=True)
-                        self._report()
+                        self.records.report()
                         self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         for source in self.prepared.sources:
             if source.opening is not None:
                 self.progress.print(f"{source.path}: the run ended before all lines were read and checked")
-        self._report()
+        self.records.report()
+
+    def _begin(self) -> None:
+        """Evaluate before the first step."""
+        last = self.world.share("metrics", self.records.writer.last if self.records.writer else None)
+        if metrics := self.scores.begin(last, self.backend, self.step):
+            # The training metrics of a line before the first step are null.
+            self.records.write(0, {**dict.fromkeys(REQUIRED_KEYS), **metrics, "version": self.version})
+            self.progress.print(summary(metrics))
 
     def _check_folder(self) -> None:
         """Raise UserError if the run's folder was removed or replaced: everything written since is lost.
@@ -284,8 +236,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self._save(self._snapshot(), wait=True)
         raise UserError(
             f"{lost}. It is made again with a checkpoint of step {self.step}, without the metrics and rollouts of "
-            "earlier steps: go on "
-            f"with `braid train --resume {self.folder}`"
+            f"earlier steps: go on with `braid train --resume {self.folder}`"
         )
 
     def _bring_back(self, error: LostProcess) -> None:
@@ -321,9 +272,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         with suppress(UserError, WorkerError):  # unfinished files of a later step
             self.checkpoints.wait()
         self._restore(checkpoint, state)
-        if self.metrics:
-            self.metrics.close()
-            self.metrics = self._open_metrics(self.step)
+        if self.records.writer is not None:
+            self.records.open(self.step)
 
     def _take_in(self, state: RunState) -> bool:
         """Between two steps, admit processes that wait to become ranks; return True if there were any."""
@@ -358,7 +308,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.world.regroup(error)
             try:
                 with self.interrupts.hold():
-                    self._wait_for_enough()
+                    self.regrouping.wait_for_enough()
                     self._settle(is_new=state is None)
                     self.regrouping.end(self._snapshot(), rank_backend(self.backend))
                 if (trace := self.backend.trace) is not None:
@@ -368,17 +318,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             except LostPeers as another:
                 error = another
 
-    def _wait_for_enough(self) -> None:
-        """Wait for lost ranks to return while the remaining ranks cannot hold the roles in their layouts."""
-        elastic = self.world.elastic
-        assert elastic is not None
-        while not self.regrouping.fits():
-            came = elastic.wait_for_waiting() if self.world.first else ()
-            self.world.gather("processes that come back", None)
-            if came:
-                elastic.add(came)
-            self.world.regroup()
-
     def _settle(self, is_new: bool) -> None:
         """Continue after the newest step whose state is in the ranks' memory, otherwise from a checkpoint."""
         settled, source = self._restored(is_new), "memory"
@@ -387,7 +326,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.controller.restore(settled.position)
             self.backend.publish(settled.version)
             self.saved_step = None if (self.saved_step or 0) > self.step else self.saved_step
-            self.good_enough, self.best_of_step = False, None
+            self.scores.forget()
         else:
             source = self._load_newest()
         if self.world.first:
@@ -436,36 +375,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _write_files(self) -> None:
         """Write the run's files from this process, which is now the first rank, after the current step."""
-        if self.metrics is None:
+        if self.records.writer is None:
             self.resources.enter_context(held_alone(self.folder))
             self.fingerprints = self.fingerprints or fingerprints(self.prepared)
             self.checkpoints.first = True
             self.progress.show()
-        else:
-            self.metrics.close()
-        self.metrics = self._open_metrics(self.step)
-
-    def _report(self, rehearsal: bool = False) -> None:
-        """Write the report from the run's folder.
-
-        A failure is printed; in a `rehearsal` before the first step it is raised.
-        """
-        if not self.metrics:
-            return
-        try:
-            report = write_report(self.folder)
-        except Exception as error:
-            what = f"{type(error).__name__}: {first_line(error)}"
-            if not rehearsal:
-                again = f"`braid report {self.folder}` writes it again"
-                self.progress.print(f"report.html could not be written ({what}); {again}")
-                return
-            if isinstance(error, UserError) or no_room(error):
-                raise
-            raise UserError(f"the run's report cannot be written ({what}); fix that before training") from error
-        if not rehearsal:
-            self.progress.print(f"report: {report}")
-            self.metrics.trackers.write_report(report)
+        self.records.open(self.step)
 
     def _one_step(self, state: RunState) -> None:
         """Make the step that follows a state."""
@@ -493,27 +408,25 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             skipped = [n.removesuffix("/skipped_updates") for n in counted if n.endswith("/skipped_updates")]
             # A role that skipped every optimizer step has not been trained.
             self.checkpoints.learning = all(f"{role}/grad_norm" in counted for role in skipped)
-            if self.records:
+            if self.keeps_rows:
                 self.backend.record(rollout_path(self.folder, step), result.table, result.final)
             self.step = step
             self.version += 0 if self.rollout_only else 1
             every = self.config.evaluation.every
             if every and (step % every == 0 or step == self.config.trainer.steps):
                 try:
-                    metrics |= self._evaluate()
+                    metrics |= self.scores.measure(self.backend, step)
                 except LostProcess as error:
                     self._bring_back(error)
                     if self.step != step:
                         return
-                    metrics |= self._evaluate()
+                    metrics |= self.scores.measure(self.backend, step)
             if self.world.elastic is not None:
                 metrics["ranks/members"] = self.world.size
             if self.isolates_rows:
                 left_out = self.deaths.left_out.intersection(result.generated.uids())
                 metrics["ranks/rows_left_out"] = len(left_out)
-            if self.metrics:
-                self.metrics.write(metrics)
-                self.metrics.trackers.write_samples(step, lambda: samples_of_step(self.folder, step))
+            self.records.write(step, metrics)
         self.progress.print(summary(metrics))
         self.learning.note(metrics)
         try:
@@ -528,7 +441,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             raise
         self._check_folder()
         often = self.config.trainer.checkpoint_every
-        if self.best_of_step or (often and step % often == 0):
+        if self.scores.best_of_step or (often and step % often == 0):
             self._save(self._snapshot())
 
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
@@ -536,7 +449,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         # If several ranks failed, the message names those with non-finite numbers.
         message = max(self.world.gather("failure", str(error)), key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:
-            if self.records:
+            if self.keeps_rows:
                 self.backend.record(rollout_path(self.folder, step), *error.batch)
             # The first rank that fails ends the others, so they must have written their parts.
             self.world.gather("the batch that is kept", None)
@@ -549,49 +462,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             most = self.config.trainer.max_skipped_updates
             alternative = (
                 "go on from the last checkpoint with a lower trainer.learning_rate: "
-                f"trainer.max_skipped_updates={most} were left out "
-                "in a row"
+                f"trainer.max_skipped_updates={most} were left out in a row"
             )
         return f"step {step}: {message}; see it again with `{again}`, or {alternative}"
-
-    def _begin(self) -> None:
-        last = self.world.share("metrics", self.metrics.last if self.metrics else None)
-        # A resumed run that had reached its target is complete.
-        self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
-        # A run that was stopped in its first step already has the line of step 0 when it resumes.
-        evaluates = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
-        if evaluates and not self.config.evaluation.before_first_step:
-            # One prompt of every set, so that an error ends the run now and not at the first evaluation.
-            evaluate_sets(self.backend, self.prepared, self.folder, 0, prompts=1)
-            for name in self.config.data.evaluation_sources if self.world.first else ():
-                path = rollout_path(self.folder, 0, name)
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        elif evaluates:
-            metrics = self._evaluate()
-            if metrics and self.metrics:
-                # The training metrics of a line before the first step are null.
-                absent = dict.fromkeys(REQUIRED_KEYS)
-                self.metrics.write({**absent, **metrics, "step": 0, "version": self.version})
-                self.metrics.trackers.write_samples(0, lambda: samples_of_step(self.folder, 0))
-                self.progress.print(summary({"step": 0, **metrics}))
-
-    def _evaluate(self) -> StepMetrics:
-        measured = evaluate_sets(self.backend, self.prepared, self.folder, self.step)
-        metrics: StepMetrics = {**measured}
-        self.good_enough = good_enough(metrics, self.config.evaluation.stop_at)
-        if name := self.config.evaluation.best:
-            value, before = measured[name], self._best_before(name)
-            if self.step > 0 and (before is None or value > before):
-                self.best_of_step = (name, value)
-        return metrics
-
-    def _best_before(self, name: str) -> float | None:
-        """Return the highest value of a metric among written checkpoints; all ranks get the first rank's value."""
-        if self.world.first:
-            self.checkpoints.wait()
-        best = best_checkpoint(self.folder) if self.world.first else None
-        value: float | None = best.value if best and best.metric == name else None
-        return self.world.share("best value", value)
 
     def _snapshot(self) -> RunState:
         """Return the resume state except the weights, as of the last complete step."""
@@ -603,8 +476,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         """
         if self.saved_step != state.step:
             position = state.position._replace(started=self.controller.started_ahead())
-            self.checkpoints.save(replace(state, position=position), self.backend, self.best_of_step)
-            self.saved_step, self.best_of_step = state.step, None
+            self.checkpoints.save(replace(state, position=position), self.backend, self.scores.best_of_step)
+            self.saved_step, self.scores.best_of_step = state.step, None
         if wait:
             self.checkpoints.wait()
             if self.checkpoints.is_lost:
@@ -619,62 +492,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.backend.load(folder, state.version)
 
 
-@contextmanager
-def full_disk_named(run: Path) -> Iterator[None]:
-    """Raise UserError that names the run's folder if a write fails because the disk is full."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, WorkerError) or not (full := no_room(error, run)):
-            raise
-        raise UserError(f"{run}: {full}") from error
-
-
-def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
-    """Raise UserError if the run to replay has not recorded every step, or a recording is damaged."""
-    if rollout_only:
-        raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
-    recorded = recorded_steps(replay)
-    if not recorded:
-        raise UserError(f"{replay} has no recorded rollouts; give the folder of a run that recorded them")
-    if missing := sorted(set(range(1, steps + 1)) - set(recorded)):
-        raise UserError(f"{replay} has no recorded rollouts of step {missing[0]}; write trainer.steps={missing[0] - 1}")
-    for step in range(1, steps + 1):
-        check_recording(rollout_path(replay, step))
-
-
 def repair_budget(config: Config) -> RepairBudget:
     """Return the budget of repairs after the loss of an essential process."""
     return RepairBudget(config.trainer.max_restarts, "trainer.max_restarts")
-
-
-def train(config: Config, **options: Any) -> Path:
-    """Run a configuration to its end, as `braid train` does, and return the run's folder; `options` are arguments of
-    `TrainingRun`.
-
-    Raises LostProcess if processes were lost more often within an hour than `trainer.max_restarts` allows.
-    """
-    config = with_fetched(config)
-    repairs, deaths, folder = repair_budget(config), RowDeaths(), options.get("resume")
-    if repairs.per_hour and not folder:
-        folder = config.output / config.name if config.name else unused_folder(config)
-        config = config.model_copy(update={"name": folder.name})
-    while True:
-        try:
-            if MODES[config.runtime].chained:
-                return Path(in_ranks(config, "braidrl.runtimes.run:train_rank", options, repairs, deaths))
-            with TrainingRun(config, **options, repairs=repairs, deaths=deaths) as run:
-                run.train()
-            return run.folder
-        except LostProcess as error:
-            if not error.is_counted and not repairs.spend():
-                raise LostProcess(f"{error}{deaths.frequent()}") from error
-            tell(f"{error}; the run starts again by itself ({repairs})")
-            options |= {"resume": folder, "newest_whole": True}
-
-
-def train_rank(world: World, task: dict[str, Any]) -> str:
-    options: dict[str, Any] = {n: Path(v) if n in ("resume", "replay") and v else v for n, v in task["options"].items()}
-    with TrainingRun(parse_config(task["config"]), **options, world=world) as run:
-        run.train()
-    return str(run.folder)

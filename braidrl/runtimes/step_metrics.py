@@ -23,6 +23,8 @@ from braidrl.runtimes.interfaces import IterationResult
 from braidrl.runtimes.memory.budget import in_units
 from braidrl.training.objective import trained_rows
 
+StepMetrics = dict[str, float | int | None]
+
 # Derived metric: its function, its inputs, and the inputs that it replaces.
 DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]]] = {
     "explained_variance": (

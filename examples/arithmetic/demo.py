@@ -18,7 +18,7 @@ from task import demonstrations, problems, questions, write_jsonl, write_model
 from braidrl.cluster.process import usable_cores
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from task import demonstrations, problems, questions, write_jsonl, write_model
 
 from braidrl.config import Config, parse_config
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 from braidrl.runtimes.saving.folders import latest_checkpoint, run_config
 

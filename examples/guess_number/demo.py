@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from braidrl.config import load_config
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from examples.small_model import make_tokenizer, write_jsonl, write_model
 from examples.two_stages import first_and_last
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from examples.nim.game import MOST_TAKEN
 from examples.small_model import make_tokenizer, write_jsonl, write_model
 

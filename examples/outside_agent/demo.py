@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from braidrl.config import load_config
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 from examples.tool_arithmetic.demo import prepare
 from examples.two_stages import first_and_last

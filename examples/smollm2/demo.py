@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from braidrl.config import load_config
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from examples.smollm2.fetch import Unavailable, fetch
 from examples.smollm2.learn import samples
 from examples.smollm2.tasks import FOLDER, write_tasks

@@ -18,7 +18,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from examples.coding_agent import demo
 from examples.coding_agent.task import issue
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template

@@ -24,7 +24,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from examples.guess_number import demo as guess_number
 from examples.tool_arithmetic import demo, task
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template

@@ -13,7 +13,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import ClusterConfig, parse_config
 from braidrl.errors import UserError, WorkerError
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.cluster.test_processes import assert_gone, wait_until
 from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop

@@ -20,7 +20,7 @@ from braidrl.flow.yaml_form import from_yaml
 from braidrl.importing import import_function, relative_to
 from braidrl.parsing import read_text
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.tiny import ROOT, Workshop
 
 TWICE = {

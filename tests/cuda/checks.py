@@ -29,7 +29,8 @@ from braidrl.engines.embedded.embedded_engine import SlotStates
 from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.restarts import train
+from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.streaming.weights import side_stream
 from braidrl.training.acceptance import OPTIONAL, all_findings
 from braidrl.training.backends import BackendSpec

@@ -14,7 +14,8 @@ from braidrl.cli.check_model import check, config_of
 from braidrl.config import load_config, parse_config
 from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.restarts import train
+from braidrl.runtimes.run import TrainingRun
 from braidrl.training.decoders.proof import Twin, best_plan, quietly
 from tests.cuda.variants import VARIANTS
 from tests.recipes.test_training import SETTINGS, placed

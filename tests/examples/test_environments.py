@@ -14,7 +14,7 @@ from braidrl.data.rows import Rows
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from examples.turn_credit import demo as turn_credit
 from tests.agents.library_servers import AGENTS, need
 from tests.cases import soak_but

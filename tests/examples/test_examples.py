@@ -24,7 +24,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path
 from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.streaming.groups import check_streaming
 from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded, wait_for_steps, write_model
 

@@ -15,7 +15,7 @@ from braidrl.errors import UserError
 from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.examples.test_documentation import section
 from tests.tiny import ROOT, Workshop, weights_of
 

@@ -13,7 +13,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.recipes.tiny import make_config, write_data, write_decoder
 
 FLOW = """

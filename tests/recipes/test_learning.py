@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 from tests.recipes.tiny import make_config, write_data, write_decoder
 

@@ -15,7 +15,7 @@ from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.recipes.tiny import (
     make_config,
     make_tokenizer,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.session import Session
 from tests.runtimes.turns import PLAYED
 from tests.tiny import Workshop, metrics_without_times

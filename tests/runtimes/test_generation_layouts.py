@@ -14,7 +14,7 @@ from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.runtimes.turns import PLAYED

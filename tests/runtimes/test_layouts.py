@@ -13,7 +13,8 @@ import yaml
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.restarts import train
+from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.runtimes.spmd.ranks import run_in_ranks

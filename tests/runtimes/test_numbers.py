@@ -11,7 +11,7 @@ import pytest
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.tiny import Workshop, recorded, weights_of
 
 FLOW = str(Path(__file__).parent / "numbers.yaml")

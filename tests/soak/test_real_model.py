@@ -14,7 +14,7 @@ from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.engines.served import vllm_python
 from tests.tiny import ROOT, load_module
 

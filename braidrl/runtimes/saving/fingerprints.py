@@ -7,10 +7,11 @@ UserError
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from braidrl.config import Config
+from braidrl.errors import UserError
 from braidrl.parsing import texts_and_numbers
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.folders import MAY_CHANGE
@@ -48,6 +49,22 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
     }
     code = {key: files_digest([path]) for key, path in code_files(config)}
     return {"model": weights, **digests, "data": data, "code": code}
+
+
+def check_unchanged(saved: Fingerprints, now: Fingerprints, accepted: Sequence[str], step: int) -> None:
+    """Raise UserError if inputs of a kind that is not accepted have changed since the checkpoint of a step."""
+    refused = dict[str, list[str]]()
+    for kind, digests in now.items():
+        before = saved.get(kind, {})
+        changed = [key for key, digest in digests.items() if before.get(key, digest) != digest]
+        if changed and kind not in accepted:
+            refused[kind] = changed
+    if refused:
+        named = "; ".join(f"the {kind} of {', '.join(keys)}" for kind, keys in refused.items())
+        raise UserError(
+            f"since the checkpoint of step {step} something has changed that the run reads: {named}. Put it back, or "
+            f"go on regardless with trainer.accept_changes=[{', '.join([*accepted, *refused])}]"
+        )
 
 
 def code_files(config: Config) -> Iterator[tuple[str, Path]]:

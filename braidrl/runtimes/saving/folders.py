@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
-from braidrl.errors import UserError, first_line
+from braidrl.errors import UserError, WorkerError, first_line, no_room
 from braidrl.importing import relative_to
 from braidrl.observe.metrics import whole_file
 from braidrl.parsing import DUMPER, JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
@@ -218,6 +218,17 @@ def held_alone(run: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def full_disk_named(run: Path) -> Iterator[None]:
+    """Raise UserError that names the run's folder if a write fails because the disk is full."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, WorkerError) or not (full := no_room(error, run)):
+            raise
+        raise UserError(f"{run}: {full}") from error
 
 
 def is_held(run: Path) -> bool:

@@ -60,6 +60,17 @@ class Regrouping:
         """Return True if the current number of ranks can hold the roles."""
         return self.has_replicas or fit(self.deployment.roles, self.deployment, self.world.size)
 
+    def wait_for_enough(self) -> None:
+        """Wait for lost ranks to return while the remaining ranks cannot hold the roles in their layouts."""
+        elastic = self.world.elastic
+        assert elastic is not None
+        while not self.fits():
+            came = elastic.wait_for_waiting() if self.world.first else ()
+            self.world.gather("processes that come back", None)
+            if came:
+                elastic.add(came)
+            self.world.regroup()
+
     def agreed(self, is_new: bool, before: float = math.inf) -> RunState | None:
         """Return the newest state before step `before` that all members except new processes have; None if there is
         none.

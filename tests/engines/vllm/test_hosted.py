@@ -17,7 +17,7 @@ import torch
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.engines.vllm.hosted_runs import ENVIRONMENT, hosted, vllm_interpreter, write_wide_model
 from tests.invariants.traces import merged
 from tests.runtimes.turns import PLAYED

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.restarts import train
+from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop

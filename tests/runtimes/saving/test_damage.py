@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import (
     checkpoint_damage,
     export_model,

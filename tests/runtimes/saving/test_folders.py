@@ -12,7 +12,7 @@ from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.parsing import parse_yaml
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.folders import (
     absolute,
     latest_checkpoint,

@@ -12,7 +12,7 @@ import pytest
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.runtimes.evaluation import evaluate_model
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from tests.tiny import Workshop, braid
 
 FAILING = Path(__file__).parents[1] / "failing.yaml"

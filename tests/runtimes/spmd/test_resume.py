@@ -14,7 +14,8 @@ import yaml
 from braidrl.config import parse_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
-from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.restarts import train
+from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop, braid, wait_for_steps

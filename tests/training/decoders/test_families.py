@@ -13,7 +13,8 @@ import torch
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.run import TrainingRun, train
+from braidrl.runtimes.restarts import train
+from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from tests.engines.served import vllm_python
 from tests.invariants.traces import merged, weights

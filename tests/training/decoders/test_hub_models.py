@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.runtimes.run import train
+from braidrl.runtimes.restarts import train
 from braidrl.training.decoders.proof import Refusal, Twin, find_plan, quietly
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
 from braidrl.training.loading import check_model, load_decoder
