@@ -42,7 +42,7 @@ from braidrl.queue.transport import QueueServer, asking_socket
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
-from braidrl.runtimes.streaming import generate, processes, program, weights
+from braidrl.runtimes.streaming import generate, program, weights, worker_process
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
@@ -203,7 +203,7 @@ def work(arguments: Mapping[str, Any]) -> None:
         generate.GenerateLoop._load = counted  # type: ignore[assignment, method-assign]
         generate.GenerateLoop._write = written  # type: ignore[assignment, method-assign]
     try:
-        processes.work(arguments)
+        worker_process.work(arguments)
     finally:
         (Path(arguments["folder"]) / f"played-{arguments['name']}.json").write_text(json.dumps(marks))
 
@@ -241,7 +241,7 @@ def play_others(marks: list[dict[str, float]]) -> None:
         publish = begin(writer)
         return publish if writer.world.first else lambda: None
 
-    processes.join_ranks = join
+    worker_process.join_ranks = join
     # The first rank publishes alone: `benchmarks.planning` has the plan of many.
     weights.background_group = lambda: None  # type: ignore[assignment,return-value]
     weights.VersionWriter.begin = of_the_first  # type: ignore[assignment, method-assign]

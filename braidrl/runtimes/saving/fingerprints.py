@@ -7,7 +7,7 @@ UserError
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from braidrl.config import Config
@@ -51,7 +51,9 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
     return {"model": weights, **digests, "data": data, "code": code}
 
 
-def check_unchanged(saved: Fingerprints, now: Fingerprints, accepted: Sequence[str], step: int) -> None:
+def check_unchanged(
+    saved: Mapping[str, Mapping[str, str]], now: Fingerprints, accepted: Sequence[str], step: int
+) -> None:
     """Raise UserError if inputs of a kind that is not accepted have changed since the checkpoint of a step."""
     refused = dict[str, list[str]]()
     for kind, digests in now.items():
