@@ -43,8 +43,7 @@ def endpoint_key(settings: EnvironmentConfig) -> str | None:
     if not is_here and not key:
         raise UserError(
             f"rollout.environment.host={host} is reached by others, and there is no key; set a variable to one and "
-            "name it in "
-            "rollout.environment.key_variable"
+            "name it in rollout.environment.key_variable"
         )
     return key
 

@@ -123,8 +123,7 @@ def verdict(prepared: Prepared, groups: list[tuple[DeviceGroup, list[Footprint]]
         else:
             yield (
                 f"verdict: does not fit, {in_units(needed)} are more than the {in_units(memory)} of {where}; "
-                f"{largest}: "
-                f"{REMEDIES.get(part, STATE)}"
+                f"{largest}: {REMEDIES.get(part, STATE)}"
             )
     if lacking(config):
         yield "verdict: not on this machine, see `here the run would end`"

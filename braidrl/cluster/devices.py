@@ -110,9 +110,8 @@ def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str,
             return devices_of
     sizes = ", ".join(f"{p.name}: {p.workers * shared[p.name]}" for p in pools if p.device)
     raise UserError(
-        f"the processes of the run need {needed} CUDA devices ({sizes}) and {where} has {available}; "
-        "lower `workers`, `streaming.workers`, `rollout.engines` or `rollout.tensor`, place more roles in one pool, "
-        "or write device=cpu"
+        f"the processes of the run need {needed} CUDA devices ({sizes}) and {where} has {available}; lower `workers`, "
+        "`streaming.workers`, `rollout.engines` or `rollout.tensor`, place more roles in one pool, or write device=cpu"
     )
 
 

@@ -53,8 +53,7 @@ def open_store(host: str, limit_s: float) -> dist.TCPStore:
         listening.close()
         raise UserError(
             f"processes of this run meet at {host}, which cannot be reached from here ({error.strerror or error}); "
-            "bring the network "
-            "interface of this address up, as in `ip link set lo up`"
+            "bring the network interface of this address up, as in `ip link set lo up`"
         ) from error
     return dist.TCPStore(
         host,

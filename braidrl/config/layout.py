@@ -100,8 +100,7 @@ class ParallelLayout(Section):
             if count % (self.tensor * self.sequence):
                 raise UserError(
                     f"{key}: the model has {count} {name}, which tensor={self.tensor} times sequence={self.sequence} "
-                    "does not "
-                    f"divide; write numbers whose product divides {count}"
+                    f"does not divide; write numbers whose product divides {count}"
                 )
         if layers % self.pipeline:
             raise UserError(

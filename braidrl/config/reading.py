@@ -53,9 +53,8 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: b
             code = CODE.fullmatch(value) if isinstance(value, str) and not OTHERS_SETTINGS.fullmatch(key) else None
             if code is not None and not Path(code[1]).is_file():
                 raise UserError(
-                    f"{key}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} "
-                    f"nor in {Path.cwd()}; "
-                    "give its path"
+                    f"{key}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} nor "
+                    f"in {Path.cwd()}; give its path"
                 )
     return parse_config({**defaults, **tree}, every)
 

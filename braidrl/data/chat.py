@@ -266,8 +266,7 @@ def check_template(tokenizer: Any) -> None:
     if outcome != b"rendered":
         raise UserError(
             f"the tokenizer's chat template {outcome.decode() or 'ended its process'} for a short conversation; copy "
-            "the template that "
-            "belongs to this model"
+            "the template that belongs to this model"
         )
 
 

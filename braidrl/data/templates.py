@@ -26,8 +26,7 @@ from braidrl.errors import UserError, located
 
 RENDERED_OTHERWISE = (
     "the chat template renders earlier turns otherwise once the conversation continues, such as without their "
-    "reasoning; "
-    "write train_on: last"
+    "reasoning; write train_on: last"
 )
 OPENING = re.compile(r"(<[^<>/\s]+>)\s*\Z")
 """A tag at the end of the text that opens a turn, such as `<think>`."""

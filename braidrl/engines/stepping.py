@@ -222,8 +222,7 @@ class SteppingEngine(ABC):
         if self.vocabulary is not None and len(request.prompt) and int(request.prompt.max()) >= self.vocabulary:
             raise UserError(
                 f"row {request.uid}: token {int(request.prompt.max())} of its prompt is beyond the model's embedding "
-                "of "
-                f"{self.vocabulary} tokens; resize the embedding, or use the model's own tokenizer"
+                f"of {self.vocabulary} tokens; resize the embedding, or use the model's own tokenizer"
             )
         row = row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens)
         row.version = self.version

@@ -102,9 +102,8 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
             sure = column.name in stage.optional or ADMISSION in writers
             if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
                 raise UserError(
-                    f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which "
-                    "writes it, "
-                    f"runs {by_name[writers[-1]].when}; give {stage.name} the same `when`"
+                    f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which writes "
+                    f"it, runs {by_name[writers[-1]].when}; give {stage.name} the same `when`"
                 )
     return inputs
 

@@ -74,9 +74,8 @@ class Flow:
             stateful = stage.name if stage.state else stateful
             if stage.kind in (Kind.SELECT, Kind.GENERATE) and stateful:
                 raise UserError(
-                    f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run "
-                    "in waves; "
-                    f"move {stage.name} before {stateful}"
+                    f"{stateful} has a state, which changes once per iteration, and stages before {stage.name} run in "
+                    f"waves; move {stage.name} before {stateful}"
                 )
             if stage.kind is Kind.SELECT and trained:
                 raise UserError(
@@ -100,8 +99,7 @@ class Flow:
             if stage.role in self.scalar_roles and (learns_tokens or stage.type in ("generate", "log_probs")):
                 raise UserError(
                     f"flow {name}: {stage.name} needs a language model, and another stage of {stage.role} a head for "
-                    "values or scores; "
-                    "name another role there, such as critic or reward"
+                    "values or scores; name another role there, such as critic or reward"
                 )
 
     def __eq__(self, other: object) -> bool:

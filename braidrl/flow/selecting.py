@@ -220,10 +220,9 @@ class GroupSelector:
                 low, high = self.barren_scores
                 range_text = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
             raise UserError(
-                f"selection dropped every one of {dropped} groups in a row, a whole epoch ({counts}{range_text}): "
-                "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes "
-                "gets right, "
-                f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
+                f"selection dropped every one of {dropped} groups in a row, a whole epoch ({counts}{range_text}): a "
+                "group whose answers all have the same score teaches nothing; use prompts that the model sometimes "
+                f"gets right, raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
             )
 
     def batch(self) -> tuple[int, ...] | None:
@@ -359,8 +358,7 @@ class GroupSelector:
 
 GRADED = (
     ". Right is a score of at least reward.correct_score, by default the recipe's; for graded scores lower it, or "
-    "write "
-    "algorithm.dynamic_sampling=rewards"
+    "write algorithm.dynamic_sampling=rewards"
 )
 
 

@@ -115,9 +115,6 @@ class GiveBack(QueueRequest):
     leases: list[int]
 
 
-HolderRequest = Hello | Take | Done | Renew | GiveBack
-
-
 # A node's storage
 
 

@@ -177,10 +177,7 @@ LAYOUT = re.compile(r"\\(?:left|right|[,;:! ])|[$.]\s*\Z|\A\s*\$")
 
 def same_power(expected: str, answered: str) -> bool:
     """Return whether two answers that cannot be computed are written alike, or are powers of one value."""
-    bare = [
-        "".join(re.sub(r"\\(?:left|right|[,;:! ])|[$.]\s*\Z|\A\s*\$", "", text).split())
-        for text in (expected, answered)
-    ]
+    bare = ["".join(LAYOUT.sub("", text).split()) for text in (expected, answered)]
     unbraced = [re.sub(r"\{(\w)\}", r"\1", text) for text in bare]
     if unbraced[0] == unbraced[1]:
         return True

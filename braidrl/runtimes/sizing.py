@@ -265,9 +265,8 @@ def check_engine_memory(prepared: Prepared) -> None:
     for training in training_bytes(prepared):
         if share * total > total - training:
             raise UserError(
-                f"rollout.vllm.gpu_memory_utilization={share:g} asks for {in_units(int(share * total))} of a device "
-                f"of {in_units(total)}, "
-                f"and training takes {in_units(training)} of it; write {max(0.0, 1 - training / total):.2f} at most, "
-                "set "
-                "trainer.resident_gib so that they take turns, or leave the engine a device of its own"
+                f"rollout.vllm.gpu_memory_utilization={share:g} asks for {in_units(int(share * total))} of a device of "
+                f"{in_units(total)}, and training takes {in_units(training)} of it; write "
+                f"{max(0.0, 1 - training / total):.2f} at most, set trainer.resident_gib so that they take turns, or "
+                "leave the engine a device of its own"
             )

@@ -219,10 +219,9 @@ class GapWatch:
             earlier = f", where it was {before:.2g} at most before" if before is not None else ""
             raise UserError(
                 f"step {metrics['step']}: engine and trainer give the same tokens log-probs that are {gap:.2g} nats "
-                "apart on "
-                f"average{earlier}. The engine does not have the trainer's weights, or computes otherwise: the step "
-                "is not saved. "
-                "Go on from the last checkpoint, or with a higher rollout.max_log_prob_gap if both are meant to differ"
+                f"apart on average{earlier}. The engine does not have the trainer's weights, or computes otherwise: "
+                "the step is not saved. Go on from the last checkpoint, or with a higher rollout.max_log_prob_gap if "
+                "both are meant to differ"
             )
 
 
@@ -265,8 +264,7 @@ class FailureWatch:
             many = f" of {self._steps} steps in a row" if self._steps > 1 else ""
             raise FailedStep(
                 f"step {step}: {failures_beyond(self._sums, self._most, many)}. The step is saved: fix the cause, and "
-                "continue with "
-                f"`braid train --resume {self._folder}`; reward.max_failed_fraction=1 goes on regardless"
+                f"continue with `braid train --resume {self._folder}`; reward.max_failed_fraction=1 goes on regardless"
             )
 
 

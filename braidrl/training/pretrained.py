@@ -150,8 +150,7 @@ def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerB
             if end is not None and not (type(end) is int and 0 <= end < size):
                 raise UserError(
                     f"model: {folder}: eos_token_id of {origin} is {shown(end)}, and the model has the tokens 0 to "
-                    f"{size - 1}; "
-                    "responses could not end: write the right one"
+                    f"{size - 1}; responses could not end: write the right one"
                 )
 
 
@@ -166,9 +165,8 @@ def check_scorer(path: str | Path, fresh_head: bool, key: str = "model") -> None
             )
     elif not fresh_head:
         raise UserError(
-            f"{key}: {path} has no trained score head; train one by the recipe reward_model, and give its directory "
-            f"as {key}; "
-            "with algorithm.reward=verify the recipe ppo needs none"
+            f"{key}: {path} has no trained score head; train one by the recipe reward_model, and give its directory as "
+            f"{key}; with algorithm.reward=verify the recipe ppo needs none"
         )
 
 

@@ -60,20 +60,17 @@ class GenerationLayout:
         if self.grouping == "interval" and not self.nests(training):
             raise UserError(
                 f"rollout.grouping=interval: {axes}, which pipeline={self.pipeline}, tensor={self.tensor} of rollout "
-                "do not divide; "
-                "write numbers that do, or remove it"
+                "do not divide; write numbers that do, or remove it"
             )
         if self.grouping == "neighbour" and training.shard != "none":
             raise UserError(
                 "rollout.grouping=neighbour gathers each copy of the model among its own ranks, and "
-                f"shard={training.shard} divides it "
-                "among all; write grouping=gather"
+                f"shard={training.shard} divides it among all; write grouping=gather"
             )
         if self.grouping == "gather" and (training.shard != "full" or training.nodes > 1):
             raise UserError(
                 f"rollout.grouping=gather gathers the model from all ranks, and shard={training.shard}, "
-                f"nodes={training.nodes} leaves "
-                "copies of it; write shard=full and nodes=1, or grouping=interval"
+                f"nodes={training.nodes} leaves copies of it; write shard=full and nodes=1, or grouping=interval"
             )
 
     def groups(self, training: ParallelLayout) -> Tensor:

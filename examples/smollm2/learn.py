@@ -63,8 +63,7 @@ STUDIES = {
     "sums": Page(
         "SmolLM2-135M-Instruct learns sums",
         "Sums of two numbers from one to twenty, asked in words. 80 of the 400 pairs are held out. The score is the "
-        "share of "
-        "right answers on them, with four samples each at temperature 1.",
+        "share of right answers on them, with four samples each at temperature 1.",
         "eval/held_out/avg@4",
         {
             "GRPO": Way("sums", seeds=(0, 1, 2)),
@@ -77,44 +76,37 @@ STUDIES = {
     "sums-dapo": Page(
         "SmolLM2-135M-Instruct learns sums by DAPO",
         "The same sums, with Clip-Higher, only groups that have right and wrong answers, a token-level loss, and a "
-        "penalty for "
-        "truncated responses. The score is the share of right answers on the 80 held-out pairs, with four samples "
-        "each at "
-        "temperature 1.",
+        "penalty for truncated responses. The score is the share of right answers on the 80 held-out pairs, with four "
+        "samples each at temperature 1.",
         "eval/held_out/avg@4",
         {"DAPO": Way("sums_dapo")},
     ),
     "told": Page(
         "SmolLM2-135M-Instruct follows instructions",
         "Each question has two instructions, of four kinds: answer in JSON, in exactly n words, in capitals, with a "
-        "given word. "
-        "The score is the share of followed instructions, on eight topics that do not occur in training.",
+        "given word. The score is the share of followed instructions, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"GRPO": Way("told")},
     ),
     "letters": Page(
         "SmolLM2-135M-Instruct counts letters, in several tries",
-        "A question of reasoning-gym, through gem: how often does a letter occur in a text? Four answers are "
-        "allowed. The first "
-        "is worth 1, each later one a quarter less. The score is the mean worth of 48 held-out questions.",
+        "A question of reasoning-gym, through gem: how often does a letter occur in a text? Four answers are allowed. "
+        "The first is worth 1, each later one a quarter less. The score is the mean worth of 48 held-out questions.",
         "eval/held_out/score_mean",
         {"GRPO": Way("letters")},
     ),
     "products": Page(
         "SmolLM2-135M-Instruct calls a calculator",
-        "Products of two two-digit numbers, which the model cannot compute by itself. It must call a tool with the "
-        "two numbers, "
-        "read the result and repeat it. The score is the share of right answers to 80 held-out questions.",
+        "Products of two two-digit numbers, which the model cannot compute by itself. It must call a tool with the two "
+        "numbers, read the result and repeat it. The score is the share of right answers to 80 held-out questions.",
         "eval/held_out/avg@4",
         {"GRPO": Way("products")},
     ),
     "brevity": Page(
         "SmolLM2-135M-Instruct learns from preferences to be brief",
         "The model answers each question eight times; the shortest response is preferred to the longest. DPO learns "
-        "from these "
-        "pairs. PPO learns from a reward model trained on them, and never sees the rule. The score is 1 for one "
-        "word, and a "
-        "fortieth less for each further word, on eight topics that do not occur in training.",
+        "from these pairs. PPO learns from a reward model trained on them, and never sees the rule. The score is 1 for "
+        "one word, and a fortieth less for each further word, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"DPO": Way("brevity_dpo"), "PPO with the reward model": Way("brevity_ppo")},
         prepare,
@@ -128,10 +120,8 @@ STUDIES = {
     "gsm8k-dapo": Page(
         "SmolLM2-135M-Instruct and GSM8K by DAPO",
         "Grade-school mathematics: one epoch of supervised fine-tuning on worked answers with at most two "
-        "calculations, then "
-        "DAPO on the same questions. The page of `learn gsm8k` has the model's score before. The effect of DAPO on "
-        "sampled "
-        "answers stands below the samples. " + GSM8K_SCORE,
+        "calculations, then DAPO on the same questions. The page of `learn gsm8k` has the model's score before. The "
+        "effect of DAPO on sampled answers stands below the samples. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {
             "SFT": Way("gsm8k_sft", (FEW_STEPS, *ONLY_AFTERWARDS), exported="gsm8k-sft-few"),

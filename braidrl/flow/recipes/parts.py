@@ -127,8 +127,7 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
             name = min(unused)
             raise UserError(
                 f"algorithm.{name} is a setting of the recipe's own loss, and algorithm.loss names another; remove "
-                "one, or write the "
-                "settings of the other as in algorithm.loss={name: clip, high: 0.3}"
+                "one, or write the settings of the other as in algorithm.loss={name: clip, high: 0.3}"
             )
         loss = {"name": p.loss} if isinstance(p.loss, str) else p.loss
     settings = {

@@ -41,14 +41,12 @@ def without_effect(config: Config) -> list[str]:
         if sandbox.sandbox != "none" and (reason := walls_missing(sandbox.sandbox == "bubblewrap")):
             lines.append(
                 f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no "
-                f"walls here ({reason}): "
-                "its code could signal or read this run's processes and write its files"
+                f"walls here ({reason}): its code could signal or read this run's processes and write its files"
             )
     if trainer.max_staleness and not mode.concurrent and trainer.surplus != "keep":
         lines.append(
             f"trainer.max_staleness={trainer.max_staleness} makes no row stale: only runtime=streaming and "
-            "trainer.surplus=keep do; "
-            "all that it changes here is that old log-probs are recomputed and corrected"
+            "trainer.surplus=keep do; all that it changes here is that old log-probs are recomputed and corrected"
         )
     if config.evaluation.best and not (config.evaluation.every and config.data.evaluation_sources):
         lines.append(

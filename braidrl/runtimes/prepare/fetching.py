@@ -117,7 +117,6 @@ def refusal(error: Exception, repository: str, revision: str | None, kind: HubKi
             command += f" --revision {revision}" if revision else ""
             return (
                 f"there is no file or folder {repository} here, the cache {constants.HF_HUB_CACHE} does not have all "
-                f"of it, and {why}; "
-                f"where there is a network, `{command}` fills a cache, which HF_HOME names here"
+                f"of it, and {why}; where there is a network, `{command}` fills a cache, which HF_HOME names here"
             )
     return f"{repository} cannot be fetched from {hub}: {first_line(error)}"

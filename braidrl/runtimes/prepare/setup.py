@@ -248,9 +248,8 @@ def lacking(config: Config) -> list[str]:
         )
     if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
         lines.append(
-            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an "
-            "interpreter that has it by "
-            "rollout.python, or see docs/engines.md"
+            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter "
+            "that has it by rollout.python, or see docs/engines.md"
         )
     if MODES[config.runtime].placed and not has_package("ray"):
         lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")
@@ -287,9 +286,8 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
         only_scores = role not in flow.trained_roles and all(s.type == "score" for s in flow.stages if s.role == role)
         if not only_scores and tokenizer_of_role is not None:
             raise UserError(
-                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids, "
-                "unless one only scores "
-                "and is not trained"
+                f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids, unless "
+                "one only scores and is not trained"
             )
 
 
@@ -392,9 +390,8 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
         if trained > limit:
             key = f"{section}.max_tokens_per_device"
             raise UserError(
-                f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is "
-                "the most that one "
-                f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or "
+                f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is the "
+                f"most that one micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or "
                 "rollout.max_response_tokens"
             )
     positions = most_positions(model_settings(config.model))
@@ -466,9 +463,8 @@ def vocabulary_lines(prepared: Prepared) -> list[str]:
     """
     sizes = embeddings_exceeded(prepared.config, prepared.deployment.roles, prepared.tokenizer)
     return [
-        f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it "
-        "is in the data, and a "
-        "later text with one ends the run"
+        f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it is "
+        "in the data, and a later text with one ends the run"
         for role, size in sizes.items()
     ]
 

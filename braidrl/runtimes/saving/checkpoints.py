@@ -252,8 +252,7 @@ class Checkpoints:
             previous = f"the one before it, {before.name}, is whole" if before else "the run has none before it"
             raise UserError(
                 f"the checkpoint of step {self._step} could not be written ({first_line(error)}); {previous}: make "
-                "room, and go on with "
-                f"`braid train --resume {self.run}`"
+                f"room, and go on with `braid train --resume {self.run}`"
             ) from error
 
 

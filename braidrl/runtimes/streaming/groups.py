@@ -160,9 +160,8 @@ def check_streaming(deployment: Deployment) -> None:
         source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
         if source is not None and source not in modelled:
             raise UserError(
-                f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, "
-                "which neither "
-                "infers nor trains; write runtime=eager, hybrid or distributed"
+                f"runtime=streaming cannot run {stage.name}: no process but engines has the weights of {source}, which "
+                "neither infers nor trains; write runtime=eager, hybrid or distributed"
             )
     groups = worker_groups(deployment)
     for group in groups:
@@ -183,21 +182,18 @@ def older_groups(config: Config) -> int | None:
         return None
     if trainer.max_staleness == 0:
         raise UserError(
-            f"streaming.on_policy_share={share:g} limits off-policy rows, and with "
-            "trainer.max_staleness=0 there are none; "
-            "write trainer.max_staleness=1, or remove it"
+            f"streaming.on_policy_share={share:g} limits off-policy rows, and with trainer.max_staleness=0 there are "
+            "none; write trainer.max_staleness=1, or remove it"
         )
     if trainer.surplus == "keep":
         raise UserError(
             f"streaming.on_policy_share={share:g} limits the off-policy groups of a batch, and trainer.surplus=keep "
-            "adds others; "
-            "write trainer.surplus=drop"
+            "adds others; write trainer.surplus=drop"
         )
     if slots == 0:
         raise UserError(
             f"streaming.on_policy_share={share:g} leaves none of the {trainer.prompts_per_step} prompts of a batch "
-            "off-policy; "
-            "write trainer.max_staleness=0 in its place, or a smaller share"
+            "off-policy; write trainer.max_staleness=0 in its place, or a smaller share"
         )
     return slots
 

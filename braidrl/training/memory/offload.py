@@ -57,8 +57,7 @@ class OffloadableTensors:
                 except OSError as error:
                     raise UserError(
                         f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {size:,} bytes of weights "
-                        f"({error.strerror}); "
-                        "set TMPDIR to a folder on a larger disk"
+                        f"({error.strerror}); set TMPDIR to a folder on a larger disk"
                     ) from error
             self._away[storage._cdata] = storage, size, backup
             empty(storage)
