@@ -3,7 +3,6 @@
 from braidrl.config.config import (
     ClusterConfig,
     Config,
-    EnvironmentConfig,
     PlacementConfig,
     PoolConfig,
     StreamingConfig,
@@ -17,6 +16,7 @@ from braidrl.config.data import (
     SourceConfig,
     VerifierConfig,
 )
+from braidrl.config.environment import EnvironmentConfig
 from braidrl.config.reading import apply_override, load_config, parse_config
 from braidrl.config.training import BalanceConfig, EvaluationConfig, LoraConfig, RoleConfig, TrainerConfig
 

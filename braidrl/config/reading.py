@@ -14,7 +14,8 @@ from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from braidrl.config.config import LIBRARIES, Config
+from braidrl.config.config import Config
+from braidrl.config.environment import LIBRARIES
 from braidrl.errors import Problems, UserError, shown, suggest
 from braidrl.importing import relative_to
 from braidrl.parsing import MOST_LEVELS, check_levels, parse_yaml, read_yaml, texts_and_numbers

@@ -17,10 +17,11 @@ import torch
 from braidrl.algorithms.ragged import Ragged, join_response
 from braidrl.config import DataConfig
 from braidrl.data import chat
+from braidrl.data.conversations import Prompt, Response
 from braidrl.data.images import names_in
 from braidrl.data.records import whole_text
 from braidrl.data.rows import IDENTITY, Rows
-from braidrl.data.sources import Example, Prompt, Response
+from braidrl.data.sources import Example
 from braidrl.data.vision import ImageSpan, Vision, untrained_images
 from braidrl.errors import UserError, located
 

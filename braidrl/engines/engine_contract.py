@@ -20,7 +20,7 @@ from torch import Tensor
 from braidrl.data.rows import FinishReason
 from braidrl.engines.engine import Engine, ServedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams
-from braidrl.engines.routing.router import ResumingEngine
+from braidrl.engines.routing.resuming import ResumingEngine
 from braidrl.errors import UserError
 from braidrl.weights.publisher import WeightSource
 

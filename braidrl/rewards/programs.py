@@ -12,7 +12,6 @@ import ast
 import builtins
 import contextlib
 import copy
-import itertools
 import json
 import math
 import operator
@@ -33,6 +32,7 @@ from braidrl.errors import printable
 from braidrl.rewards.assertions import MODULE, TestStopped, runs
 from braidrl.rewards.cases import AssertCase, CallCase, OutputCase, cases_of
 from braidrl.rewards.crossing import ASKED, COMPARISONS, DOCUMENTED, OPERATORS, Foreign, Peer
+from braidrl.rewards.outputs import near, same_output
 from braidrl.rewards.verifiers import Score
 from braidrl.sandbox.copies import PROGRAMS
 
@@ -123,44 +123,6 @@ def is_program(text: str) -> bool:
         return False
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.For, ast.While)
     return any(isinstance(node, (*defined, ast.Call)) for node in ast.walk(tree))
-
-
-def lines_of(text: str | None) -> list[str]:
-    """Return the lines of an output without trailing white space and without empty lines at the end."""
-    return [] if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def same_output(printed: str | None, expected: str) -> bool:
-    """Return whether an output is the expected one, up to white space at line ends and the rounding of decimals."""
-    lines, right = lines_of(printed), lines_of(expected)
-    if lines == right:
-        return printed is not None
-    words = [[line.split() for line in part] for part in (lines, right)]
-    return (
-        printed is not None
-        and [len(line) for line in words[0]] == [len(line) for line in words[1]]
-        and all(map(same_word, itertools.chain(*words[0]), itertools.chain(*words[1])))
-    )
-
-
-DECIMAL = re.compile(r"[-+]?\d*\.\d+(?:[eE][-+]?\d+)?")
-NEAR = 1e-6
-"""Difference of decimals that counts as rounding, relative to numbers above 1."""
-
-
-def same_word(printed: str, expected: str) -> bool:
-    if printed == expected:
-        return True
-    return (
-        bool(DECIMAL.fullmatch(expected)) and bool(NUMBER.fullmatch(printed)) and near(float(printed), float(expected))
-    )
-
-
-NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
-
-
-def near(one: float, other: float) -> bool:
-    return abs(one - other) <= NEAR * max(1.0, abs(other))
 
 
 def holds(program: str, case: AssertCase | CallCase, seconds: int) -> bool:

@@ -18,7 +18,7 @@ from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling
 from braidrl.config import EnvironmentConfig, load_config
-from braidrl.config.config import LIBRARIES as NAMED_BY
+from braidrl.config.environment import LIBRARIES as NAMED_BY
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from braidrl.cli.import_config import DECIDE, FRAMEWORKS, TRANSLATED, KeyOutcome, import_config
+from braidrl.cli.import_config import DECIDE, TRANSLATED, KeyOutcome, import_config
 from braidrl.cli.import_scripts import Shell, arrays_in, assign_array
 from braidrl.cli.importing import rules
+from braidrl.cli.importing.frameworks import FRAMEWORKS
 from braidrl.config import Config, parse_config
 from braidrl.errors import UserError
 from braidrl.flow.recipes.load import NAMES, RECIPES, parameter_model

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from braidrl.cli.import_config import FRAMEWORKS, TRANSLATED, import_config, write_imported
+from braidrl.cli.import_config import TRANSLATED, import_config, write_imported
 from braidrl.cli.import_scripts import WHOLE
+from braidrl.cli.importing.frameworks import FRAMEWORKS
 from braidrl.config import Config, load_config, parse_config
 from braidrl.config.reading import section_keys
 from braidrl.errors import UserError

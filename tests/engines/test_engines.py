@@ -16,7 +16,8 @@ from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests, under_way
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.routing.router import ResumingEngine, Router
+from braidrl.engines.routing.resuming import ResumingEngine
+from braidrl.engines.routing.router import Router
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs

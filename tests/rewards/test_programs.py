@@ -21,8 +21,9 @@ import pytest
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.cases import AssertCase, CallCase, OutputCase, cases_of
+from braidrl.rewards.outputs import lines_of
 from braidrl.rewards.pool import CallOutcome, RewardPool
-from braidrl.rewards.programs import lines_of, program_of
+from braidrl.rewards.programs import program_of
 from braidrl.rewards.verifier import Completion, resolve
 from braidrl.runtimes.prepare.setup import prepare
 from tests.attacks.test_verifiers import has_walls

@@ -12,17 +12,13 @@ rows.
 
 With compiled kernels a step may also read guesses of a row's next tokens, and draws several (`speculation`).
 
-All ids of a prompt except the last go through the model in `Prompts`; a slot decodes the last one first. So every token
-is drawn in a decode step, at the shape that all rows share.
-
 Shapes: B slots in the step, R rows, N tokens in the step, V vocabulary, T response tokens, S stop tokens.
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -37,15 +33,16 @@ from braidrl.data.token_columns import LOG_PROBS, ROUTED_EXPERTS, column_of, com
 from braidrl.engines.embedded.adapters import PolicyAdapters
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder, native_decoder
+from braidrl.engines.embedded.prompts import Prompts, adapted, prompt_key
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates
 from braidrl.engines.embedded.speculation import Speculation
 from braidrl.engines.engine import EngineError, EngineMemory, Speculated
-from braidrl.engines.requests import EngineRow, Request, Response, SamplingParams, computed_in
+from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
 from braidrl.engines.sampling import BatchSampling, batch_sampling, sample, scaled
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.training.compute.rope import RopeLengths
-from braidrl.training.compute.slots import Prefix, SlotCache, SlotStep, round_up
+from braidrl.training.compute.slots import SlotCache, SlotStep, round_up
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, prefill, run_body
 from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of
@@ -59,93 +56,8 @@ from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.publisher import PolicyWeights, WeightSource
 from braidrl.weights.shards import WeightPart, weight_parts
 
-PASS_TOKENS = 512
-"""Tokens in one step with guesses."""
-PREFILL_TOKENS = 8192
-"""Prompt tokens in one forward pass; a longer prompt goes alone."""
 NEUTRAL = SamplingParams()
 """The settings of an idle slot."""
-
-
-def prompt_key(request: Request) -> bytes:
-    """Return a key that requests of one policy with the same prompt, and the same images in it, share."""
-    return b"".join(
-        [
-            f"{request.policy};".encode(),
-            *(f"{span.name}@{span.start};".encode() for span in request.images),
-            request.prompt.numpy().tobytes(),
-        ]
-    )
-
-
-def adapted(
-    adapters: PolicyAdapters | None, policies: Sequence[str | None], lengths: Sequence[int]
-) -> AbstractContextManager[None]:
-    """Return a context for a pass over runs of tokens of these policies, padded to a multiple of rows."""
-    if adapters is None:
-        return nullcontext()
-    return adapters.computing(policies, lengths, -sum(lengths) % ROW_MULTIPLE)
-
-
-@dataclass
-class Prompts:
-    """The prompts of waiting rows, by their `prompt_key`: each is computed once for all rows that start with it, also
-    across groups.
-    """
-
-    prefixes: dict[bytes, Prefix] = field(default_factory=dict)
-    """Keys and values of each computed prompt, except its last token; kept until the last of its rows has a slot."""
-    routes: dict[bytes, Tensor] = field(default_factory=dict)
-    """The experts of the same tokens, (P - 1, L, k), if rows request them."""
-    waiting: Counter[bytes] = field(default_factory=Counter)
-    """The number of waiting rows with each prompt."""
-    computed_tokens: int = 0
-
-    def expect(self, request: Request, rows: int = 1) -> None:
-        """Change the number of waiting rows of a prompt; free its keys and values after the last row."""
-        name = prompt_key(request)
-        self.waiting[name] += rows
-        if not self.waiting[name]:
-            del self.waiting[name]
-            self.prefixes.pop(name, None)
-            self.routes.pop(name, None)
-
-    def clear(self) -> None:
-        self.prefixes.clear()
-        self.routes.clear()
-
-    def compute(
-        self,
-        model: PreTrainedModel,
-        requests: Mapping[bytes, Request],
-        images: ModelImages | None = None,
-        with_routes: bool = False,
-        adapters: PolicyAdapters | None = None,
-    ) -> None:
-        """Compute the missing keys and values of prompts, several in one packed forward."""
-        parts: list[dict[bytes, Tensor]] = []
-        count = PREFILL_TOKENS
-        for name, request in requests.items():
-            ids = request.prompt[:-1]
-            if (name in self.prefixes and (name in self.routes or not with_routes)) or not len(ids):
-                continue
-            if round_up(count + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
-                parts.append({})
-                count = 0
-            parts[-1][name] = ids
-            count += len(ids)
-        for part in parts:
-            prompts, lengths = list(part.values()), [len(ids) for ids in part.values()]
-            spans = [requests[name].images for name in part]
-            placed_images = None if images is None else images.of_prompts(prompts, spans)
-            routing = Routing() if with_routes else None
-            policies = [requests[name].policy for name in part]
-            with routed(routing), adapted(adapters, policies, lengths):
-                self.prefixes |= dict(zip(part, prefill(model, prompts, ROW_MULTIPLE, placed_images), strict=True))
-            if routing is not None:
-                routes = routing.recorded().to(routes_dtype(model)).cpu()[: sum(lengths)]
-                self.routes |= dict(zip(part, routes.split(lengths), strict=True))
-            self.computed_tokens += sum(lengths)
 
 
 @dataclass(frozen=True)
@@ -228,7 +140,7 @@ class EmbeddedEngine(SteppingEngine):
         # guesses, but would measure different seconds.
         guesses = decoding.speculation == "auto" and self._native is not None and ranks == ALONE
         guesses = guesses and not self._rope_lengths
-        self.speculation = Speculation(self.slots, self._multiple, PASS_TOKENS) if guesses else None
+        self.speculation = Speculation(self.slots, self._multiple) if guesses else None
         self._look_at_rows()
 
     def parts(self) -> Mapping[str, WeightPart]:
@@ -275,14 +187,13 @@ class EmbeddedEngine(SteppingEngine):
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
         self._prompts.expect(row.request)
         if row.request.images:
-            row.rope_shift = self._rope_shift_of(row.request)
-
-    def _rope_shift_of(self, request: Request) -> int:
-        """Return the rope's offset of positions after a prompt with images. Raises UserError for a text-only engine."""
-        if self.images is None:
-            raise UserError(f"row {request.uid} has images, and the engine's model takes none; use a multimodal model")
-        last = self.images.placed(request.prompt, [len(request.prompt)], request.images).positions[-1]
-        return int(last.max()) + 1 - len(request.prompt)
+            prompt = row.request.prompt
+            if self.images is None:
+                raise UserError(
+                    f"row {row.request.uid} has images, and the engine's model takes none; use one that does"
+                )
+            last = self.images.placed(prompt, [len(prompt)], row.request.images).positions[-1]
+            row.rope_shift = int(last.max()) + 1 - len(prompt)
 
     def step(self) -> list[Response]:
         """Fill free slots, then draw a token for each row, or several if guesses were right."""
@@ -453,7 +364,10 @@ class EmbeddedEngine(SteppingEngine):
         else:
             # Drawing overwrites the logits.
             distribution = scaled(logits.clone(), sampling) if columns else logits
-            tokens, log_probs = self._draw(logits, uniforms, sampling)
+            if self._native and sampling.top_k is None and sampling.top_p is None:
+                tokens, log_probs = self._native.kernels.draw(logits, sampling.temperature, sampling.greedy, uniforms)
+            else:
+                tokens, log_probs = sample(logits, sampling, uniforms)
             values = {LOG_PROBS: log_probs, **computed_columns(columns, distribution, tokens)}
         if pipeline is not None:
             for drawn in (tokens, *values.values()):
@@ -466,11 +380,6 @@ class EmbeddedEngine(SteppingEngine):
         if ROUTED_EXPERTS not in self._states.per_token:
             room = *self._states.tokens.shape, *drawn.shape[1:]
             self._states.per_token[ROUTED_EXPERTS] = torch.zeros(room, dtype=drawn.dtype, device=drawn.device)
-
-    def _draw(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, Tensor]:
-        if self._native and sampling.top_k is None and sampling.top_p is None:
-            return self._native.kernels.draw(logits, sampling.temperature, sampling.greedy, uniforms)
-        return sample(logits, sampling, uniforms)
 
     def _logits(self, longest: int) -> Tensor:
         """Run the model's forward, (B, V); `longest` is the length of the longest row."""

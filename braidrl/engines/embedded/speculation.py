@@ -256,12 +256,16 @@ def useful_guesses(probabilities: Sequence[float], rows: int, costs: Costs, mult
     return best
 
 
+PASS_TOKENS = 512
+"""The most tokens in one step with guesses."""
+
+
 class Speculation:
     """Chooses the guesses of each pass, and measures their gain."""
 
-    def __init__(self, slots: int, multiple: int, most: int) -> None:
-        """Make one for passes of a multiple of `multiple` and at most `most` tokens."""
-        self.guesses, self.measured, self._multiple, self._most = Guesses(slots), PassCosts(), multiple, most
+    def __init__(self, slots: int, multiple: int) -> None:
+        """Make one for passes of a multiple of `multiple` tokens."""
+        self.guesses, self.measured, self._multiple, self._most = Guesses(slots), PassCosts(), multiple, PASS_TOKENS
         self.costs: Costs = self.measured.seconds
         self._wait = self._left = 0
         """Passes between two considerations of guesses, and until the next one."""

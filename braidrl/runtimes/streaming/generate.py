@@ -21,7 +21,8 @@ from braidrl.agents.trajectory import Trajectory, response_columns
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import ServedEngine
 from braidrl.engines.requests import Response
-from braidrl.engines.routing.router import PolicyEngines, ResumingEngine
+from braidrl.engines.routing.resuming import ResumingEngine
+from braidrl.engines.routing.router import PolicyEngines
 from braidrl.flow.compute import of_namespace
 from braidrl.flow.signatures import columns_of
 from braidrl.observe.metrics import Sums

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.embedded_engine import PREFILL_TOKENS, Decoding, EmbeddedEngine
+from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
+from braidrl.engines.embedded.prompts import PREFILL_TOKENS
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.weights.in_place import InPlacePublisher

@@ -18,7 +18,7 @@ from braidrl.engines import engine_contract as contract
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.routing.router import ResumingEngine
+from braidrl.engines.routing.resuming import ResumingEngine
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import (
     LIMIT,
