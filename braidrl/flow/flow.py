@@ -48,6 +48,16 @@ class Flow:
                 )
         if not stages:
             raise UserError(f"flow {name} has no stages; write at least one, such as actor.generate()")
+        # A role that plays beside the role of a generate stage trains on its own trajectories.
+        players = {role for stage in stages for role in policies_of(stage)[1:]}
+        stages = [
+            with_params(stage, {"of": stage.role})
+            if stage.role in players
+            and stage.type in ("log_probs", "update")
+            and not {"of", "source"} & {*stage.params}
+            else stage
+            for stage in stages
+        ]
         recomputed = ((str(s.role), s.params.get("of")) for s in stages if s.params.get("old") == "recompute")
         for role, of in dict.fromkeys(recomputed):
             (column,) = in_namespace(of, (log_probs_column(role),))

@@ -155,6 +155,7 @@ def test_further_policies_write_into_namespaces_that_later_stages_read():
     assert columns_between(flow, "rival.log_probs", "rival.update") == {"rival.rival_log_probs"}
     assert {"rival.tokens", "rival.length"} <= columns_between(flow, "actor.generate", "rival.update")
     assert ("actor.generate", "rival.update") in [(e.source, e.target) for e in flow.edges if e.weights == "rival"]
+    assert flow == Flow("two", [*stages[:-1], Role("rival").update(loss=loss.clip(), old="recompute")]), "its own rows"
 
 
 def test_columns_of_the_cost_have_names_of_their_own():
