@@ -36,7 +36,7 @@ from braidrl.data.prompts import PARTS, new_folder
 from braidrl.data.sources import Reading
 from braidrl.data.tables import own_batches_of, part_of, part_writers, write_part
 from braidrl.data.templates import PromptTemplate
-from braidrl.runtimes.evaluation import Scores
+from braidrl.runtimes.evaluation import RunScores
 from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.run_records import RunRecords
@@ -63,7 +63,7 @@ class SingleProcess:
         self.rank, self.size = rank, size
 
 
-class PlayedScores(Scores):
+class PlayedScores(RunScores):
     """Evaluations that are counted separately."""
 
     world: PlayedWorld

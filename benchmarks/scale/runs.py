@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.scale.played import GROUPS, SAMPLES, AnyGap
 from braidrl.config import Config, load_config
-from braidrl.runtimes.evaluation import Scores
+from braidrl.runtimes.evaluation import RunScores
 from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.checkpoints import RunState
@@ -50,7 +50,7 @@ def write_sums(path: Path, count: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-class CountedScores(Scores):
+class CountedScores(RunScores):
     """Evaluations that are counted as a part of the run."""
 
     counting: Callable[[str], AbstractContextManager[None]]

@@ -78,7 +78,7 @@ def evaluate_sets(
     return metrics
 
 
-class Scores:
+class RunScores:
     """The evaluations of a training run: whether its target is reached, and the best step."""
 
     def __init__(self, prepared: Prepared, folder: Path, checkpoints: Checkpoints, world: World) -> None:

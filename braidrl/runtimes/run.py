@@ -22,7 +22,7 @@ from braidrl.observe.metrics import REQUIRED_KEYS
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import check_recorded, rollout_path
 from braidrl.observe.trace import Span
-from braidrl.runtimes.evaluation import Scores
+from braidrl.runtimes.evaluation import RunScores
 from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.isolation import can_isolate
 from braidrl.runtimes.prepare.checks import without_effect
@@ -99,7 +99,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.controller: Any = None
         self.backend: Any = None
         self.saved_step: int | None = None
-        self.scores = Scores(self.prepared, self.folder, self.checkpoints, self.world)
+        self.scores = RunScores(self.prepared, self.folder, self.checkpoints, self.world)
 
         with ExitStack() as resources, full_disk_named(self.folder):
             if self.world.first:
