@@ -11,9 +11,8 @@ from typing import Any
 
 from examples.coding_agent.task import FILE, FIX, MARKS, OPERATORS, SUBMIT, TEMPLATE, demonstrations, issue, issues
 from examples.small_model import make_tokenizer, write_jsonl, write_model
-from examples.two_stages import first_and_last, imitate_then_learn
+from examples.two_stages import run_demo
 
-HERE = Path(__file__).parent
 DOCKERFILE = "FROM python:3.12-slim\nWORKDIR /app\nCOPY . .\n"
 """The image of harbor's own providers; Braid's environment has the same files in the same folder."""
 
@@ -44,13 +43,5 @@ def write_task(folder: Path, example: dict[str, Any]) -> None:
         (folder / name).write_text(text)
 
 
-def main() -> None:
-    folder = Path("build/coding_agent")
-    prepare(folder, seed=0)
-    run = imitate_then_learn(HERE, folder)
-    before, after = first_and_last(run, "eval/held_out/avg@2")
-    print(f"Solved issues rose from {before:.2f} to {after:.2f}; sample responses: {run / 'report.html'}")
-
-
 if __name__ == "__main__":
-    main()
+    run_demo(Path(__file__).parent, prepare, "eval/held_out/avg@2", "Solved issues")

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from examples.small_model import make_tokenizer, write_jsonl, write_model
 from examples.summaries.task import WORDS, demonstrations, texts
-from examples.two_stages import first_and_last, imitate_then_learn
-
-HERE = Path(__file__).parent
+from examples.two_stages import run_demo
 
 
 def prepare(folder: Path, seed: int) -> None:
@@ -25,13 +23,5 @@ def prepare(folder: Path, seed: int) -> None:
     write_model(folder / "untrained", make_tokenizer([], WORDS), seed)
 
 
-def main() -> None:
-    folder = Path("build/summaries")
-    prepare(folder, seed=0)
-    run = imitate_then_learn(HERE, folder)
-    before, after = first_and_last(run, "eval/held_out/avg@4")
-    print(f"Right answers rose from {before:.2f} to {after:.2f}; sample responses: {run / 'report.html'}")
-
-
 if __name__ == "__main__":
-    main()
+    run_demo(Path(__file__).parent, prepare, "eval/held_out/avg@4", "Right answers")

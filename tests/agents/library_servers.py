@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from braidrl.config import load_config
+from braidrl.data.rows import Rows
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
+from braidrl.runtimes.restarts import train
 from tests.tiny import ROOT, free_port
 
 OPENENV, VERIFIERS, AGENTS = (
@@ -25,6 +30,13 @@ def need(python: Path) -> None:
     """Skip the test where the library of this interpreter is not installed."""
     if not python.parents[1].joinpath("installed").exists():
         pytest.skip(f"neither make environments nor make agents has made {python.parents[1].name}")
+
+
+def one_step(config: Path, *overrides: str) -> tuple[Path, Rows]:
+    """Train one step on three rows of one prompt; return the run and its rows."""
+    size = ["trainer.steps=1", "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "threads=1"]
+    run = train(load_config(config, [*size, *overrides]))
+    return run, read_rollouts(rollout_path(run, 1))
 
 
 @contextmanager

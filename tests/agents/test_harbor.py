@@ -16,13 +16,10 @@ from braidrl.config import EnvironmentConfig, load_config
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.recorded_rows import read_rollouts
-from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.restarts import train
 from examples.coding_agent import demo
 from examples.coding_agent.task import issue
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
-from tests.agents.library_servers import AGENTS, need
+from tests.agents.library_servers import AGENTS, need, one_step
 from tests.tiny import ROOT
 
 EXAMPLE = ROOT / "examples" / "coding_agent"
@@ -78,22 +75,15 @@ def test_the_tests_of_a_task_give_the_reward_and_the_agent_cannot_read_them(
 def test_a_step_trains_on_exactly_what_was_generated_in_tasks_of_harbor(tmp_path: Path) -> None:
     need(AGENTS)
     demo.prepare(tmp_path / "data", seed=1)
-    config = load_config(
+    run, rows = one_step(
         EXAMPLE / "harbor.yaml",
-        [
-            f"model={tmp_path}/data/untrained",
-            f"data.train={tmp_path}/data/train.jsonl",
-            f"output={tmp_path}",
-            "trainer.steps=1",
-            "trainer.prompts_per_step=1",
-            "rollout.samples_per_prompt=3",
-            "threads=1",
-            f"rollout.environment.harbor={tmp_path}/data/tasks",
-            f"rollout.environment.python={AGENTS}",
-        ],
+        f"rollout.environment.python={AGENTS}",
+        f"model={tmp_path}/data/untrained",
+        f"data.train={tmp_path}/data/train.jsonl",
+        f"output={tmp_path}",
+        f"rollout.environment.harbor={tmp_path}/data/tasks",
     )
-    run = train(config)
-    rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[-1]
+    line = read_metrics(run)[-1]
     assert len(rows) == 3 and not [name for name in line if name.startswith("environment/failures/")]
     assert line["train/rollout_log_prob_gap"] < 1e-5
 

@@ -22,13 +22,10 @@ from braidrl.config.environment import LIBRARIES as NAMED_BY
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.recorded_rows import read_rollouts
-from braidrl.observe.rollouts import rollout_path
-from braidrl.runtimes.restarts import train
 from examples.guess_number import demo as guess_number
 from examples.tool_arithmetic import demo, task
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
-from tests.agents.library_servers import OPENENV, VERIFIERS, calculator, guessing_game, need
+from tests.agents.library_servers import OPENENV, VERIFIERS, calculator, guessing_game, need, one_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVER = EXAMPLES / "tool_arithmetic" / "server.py"
@@ -92,23 +89,15 @@ def test_a_server_that_does_not_answer_in_time_leaves_no_process() -> None:
 
 def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, tmp_path: Path) -> None:
     demo.prepare(tmp_path, seed=1)
-    config = load_config(
+    run, rows = one_step(
         EXAMPLES / "tool_arithmetic" / "mcp.yaml",
-        [
-            f"model={tmp_path / 'untrained'}",
-            f"data.train={tmp_path / 'train.jsonl'}",
-            "data.eval={}",
-            f"output={tmp_path}",
-            "trainer.steps=1",
-            "trainer.prompts_per_step=1",
-            "rollout.samples_per_prompt=3",
-            "evaluation.every=0",
-            f"rollout.environment.name=mcp:{mcp_address}",
-            "threads=1",
-        ],
+        f"model={tmp_path / 'untrained'}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        "data.eval={}",
+        f"output={tmp_path}",
+        "evaluation.every=0",
+        f"rollout.environment.name=mcp:{mcp_address}",
     )
-    run = train(config)
-    rows = read_rollouts(rollout_path(run, 1))
     assert len(rows) == 3 and failures(run) == [] and (rows["action_tokens"] > 0).all()
 
 
@@ -121,27 +110,19 @@ def openenv_address() -> Iterator[str]:
 @pytest.mark.soak
 def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv_address: str, tmp_path: Path) -> None:
     guess_number.prepare(tmp_path, seed=1)
-    config = load_config(
+    run, rows = one_step(
         EXAMPLES / "guess_number" / "openenv.yaml",
-        [
-            f"model={tmp_path / 'model'}",
-            f"data.train={tmp_path / 'games.jsonl'}",
-            f"output={tmp_path}",
-            "trainer.steps=1",
-            "trainer.prompts_per_step=1",
-            "rollout.samples_per_prompt=3",
-            "threads=1",
-            "name=openenv",
-            f"rollout.environment.name=openenv:{openenv_address}",
-            f"rollout.environment.python={OPENENV}",
-        ],
+        f"rollout.environment.python={OPENENV}",
+        f"model={tmp_path / 'model'}",
+        f"data.train={tmp_path / 'games.jsonl'}",
+        f"output={tmp_path}",
+        "name=openenv",
+        f"rollout.environment.name=openenv:{openenv_address}",
     )
-    run = train(config)
-    rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[-1]
+    line = read_metrics(run)[-1]
     assert (len(rows), failures(run)) == (3, [])
     assert line["environment/turns"] > 1, "the model answers the server's message"
-    model = Path(config.model)
-    text = AutoTokenizer.from_pretrained(model).decode(rows["tokens"][0])
+    text = AutoTokenizer.from_pretrained(tmp_path / "model").decode(rows["tokens"][0])
     assert "Guess the number between 1 and 10" in text and ("higher" in text or "lower" in text or "right" in text)
 
 
@@ -149,27 +130,19 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
 def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp_path: Path) -> None:
     need(VERIFIERS)
     demo.prepare(tmp_path, seed=1)
-    config = load_config(
+    run, rows = one_step(
         EXAMPLES / "tool_arithmetic" / "verifiers.yaml",
-        [
-            f"model={tmp_path / 'untrained'}",
-            f"data.train={tmp_path / 'train.jsonl'}",
-            f"output={tmp_path}",
-            "trainer.steps=1",
-            "trainer.prompts_per_step=1",
-            "rollout.samples_per_prompt=3",
-            "threads=1",
-            "rollout.environment.params.count=1",
-            f"rollout.environment.name=verifiers:{EXAMPLES / 'tool_arithmetic' / 'verifiers_sums.py'}",
-            f"rollout.environment.python={VERIFIERS}",
-        ],
+        f"rollout.environment.python={VERIFIERS}",
+        f"model={tmp_path / 'untrained'}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        f"output={tmp_path}",
+        "rollout.environment.params.count=1",
+        f"rollout.environment.name=verifiers:{EXAMPLES / 'tool_arithmetic' / 'verifiers_sums.py'}",
     )
-    run = train(config)
-    rows = read_rollouts(rollout_path(run, 1))
     assert (len(rows), failures(run), read_metrics(run)[-1]["environment/turns"]) == (3, [], 1)
     gap = read_metrics(run)[-1]["train/rollout_log_prob_gap"]
     assert gap < 1e-5, "the tokens trained are those that were generated"
-    text = AutoTokenizer.from_pretrained(config.model).decode(rows["tokens"][0])
+    text = AutoTokenizer.from_pretrained(tmp_path / "untrained").decode(rows["tokens"][0])
     assert re.match(r"<user> ?what is \d plus \d ?<end>", text), "the question comes from the environment's own data"
 
 

@@ -42,9 +42,11 @@ def written(store: dist.Store) -> list[str]:
     return [f"places/{number}" for number in range(1, 9) if store.check([f"places/{number}"])]
 
 
-def until(holds: Callable[[dict[int, int]], bool], ranks: dict[int, Locations], meetings: int, newest: int = 0) -> None:
-    """Let ranks exchange locations until something holds of what they know."""
-    assert any(holds(a_second_of(ranks, meetings, newest)) for _ in range(100))
+def reaches(
+    holds: Callable[[dict[int, int]], bool], ranks: dict[int, Locations], meetings: int, newest: int = 0
+) -> bool:
+    """Let ranks exchange locations until something holds of what they know; return False if it never does."""
+    return any(holds(a_second_of(ranks, meetings, newest)) for _ in range(100))
 
 
 def test_one_rank_writes_the_locations_of_all_and_another_one_when_it_ends(ranks: list[Locations]) -> None:
@@ -53,17 +55,17 @@ def test_one_rank_writes_the_locations_of_all_and_another_one_when_it_ends(ranks
     def latest() -> dict[int, int]:
         return {rank: each.meetings for rank, each in known_locations(store).items()}
 
-    until(lambda known: latest() == dict.fromkeys(every, 3), every, 3)
+    assert reaches(lambda known: latest() == dict.fromkeys(every, 3), every, 3)
     assert sum(one.speaks for one in ranks) == 1 and written(store) == ["places/1"]
     (gone,) = [rank for rank, one in every.items() if one.speaks]
     every.pop(gone).close()
-    until(lambda known: latest() == {gone: 3, **dict.fromkeys(every, 6)}, every, 6)
+    assert reaches(lambda known: latest() == {gone: 3, **dict.fromkeys(every, 6)}, every, 6)
     assert sum(one.speaks for one in every.values()) == 1 and written(store) == ["places/1", "places/2"]
 
 
 def test_the_speaker_tells_the_newest_membership(ranks: list[Locations]) -> None:
     every = dict(enumerate(ranks))
-    until(lambda known: known == dict.fromkeys(every, 7), every, 1, newest=7)
+    assert reaches(lambda known: known == dict.fromkeys(every, 7), every, 1, newest=7)
 
 
 def test_a_rank_that_writes_itself_is_known_though_the_speaker_is_frozen(ranks: list[Locations]) -> None:
@@ -82,10 +84,10 @@ def test_messages_of_other_users_and_broken_ones_are_not_read(
         other.sendto(b"\xc1", speaker._address)
         other.sendto(pack_message(["far", 1, 2]), speaker._address)
         other.sendto(pack_message(Location(8, 8, "of this user")), speaker._address)
-        until(lambda known: 8 in known_locations(store), every, 2)
+        assert reaches(lambda known: 8 in known_locations(store), every, 2)
         monkeypatch.setattr(locations.os, "getuid", lambda: -1)
         other.sendto(pack_message(Location(9, 9, "of another user")), speaker._address)
         a_second_of(every, 3)
         monkeypatch.undo()
-    until(lambda known: known_locations(store)[0].meetings == 4, every, 4)
+    assert reaches(lambda known: known_locations(store)[0].meetings == 4, every, 4)
     assert 9 not in known_locations(store)
