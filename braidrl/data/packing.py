@@ -47,6 +47,20 @@ def balanced_partition(
     return [sorted(row for group in part for row in members[group]) for part in chosen]
 
 
+def part_numbers(costs: np.ndarray, parts: int, groups: np.ndarray | None = None) -> np.ndarray:
+    """Return the number of each item's part (B,) int64 in the division of `balanced_partition`: the fullest part is 0.
+
+    Many items stay in arrays.
+    """
+    if groups is None and len(costs) * parts > LARGE:
+        return _largest_first(costs, parts)
+    numbers = np.zeros(len(costs), np.int64)
+    divided = balanced_partition(costs.tolist(), parts, groups=None if groups is None else groups.tolist())
+    for number, items in enumerate(divided):
+        numbers[items] = number
+    return numbers
+
+
 def rows_by_group(groups: Sequence[Any]) -> list[list[int]]:
     """Return the positions of each group's rows, in the order of the groups' first rows."""
     members: dict[Any, list[int]] = {}
@@ -81,7 +95,11 @@ def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> flo
 def _divided(costs: Sequence[float], parts: int, equal_size: bool) -> list[list[int]]:
     if equal_size:
         return _fill_equally(costs, parts)
-    return _largest_first(costs, parts) if len(costs) * parts > LARGE else _differencing(costs, parts)
+    if len(costs) * parts <= LARGE:
+        return _differencing(costs, parts)
+    part_of = _largest_first(np.asarray(costs), parts)
+    by_part = np.argsort(part_of, kind="stable")
+    return [items.tolist() for items in np.split(by_part, np.searchsorted(part_of[by_part], np.arange(1, parts)))]
 
 
 def _fill_equally(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -130,11 +148,11 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
     return filled + [[] for _ in range(parts - len(filled))]
 
 
-def _largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Assign items to parts, largest item first, each to the cheapest part; items are processed in blocks that do not
-    change the result.
+def _largest_first(costs: np.ndarray, parts: int) -> np.ndarray:
+    """Assign items to parts, largest item first, each to the cheapest part; return the number of each item's part, of
+    which the fullest is 0. Items are processed in blocks that do not change the result.
     """
-    cost_of = np.asarray(costs, dtype=np.float64)
+    cost_of = costs.astype(np.float64)
     order, part_of, loads, start = (
         np.argsort(-cost_of, kind="stable"),
         np.empty(len(cost_of), np.int64),
@@ -150,9 +168,9 @@ def _largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
         part_of[items[:count]] = cheapest[:count]
         loads[cheapest[:count]] += cost_of[items[:count]]
         start += count
-    by_part = np.argsort(part_of, kind="stable")
-    items_of = np.split(by_part, np.searchsorted(part_of[by_part], np.arange(1, parts)))
-    return [items_of[part].tolist() for part in np.argsort(-loads, kind="stable")]
+    number_of = np.empty(parts, np.int64)
+    number_of[np.argsort(-loads, kind="stable")] = np.arange(parts)
+    return number_of[part_of]
 
 
 class Preferred(NamedTuple):

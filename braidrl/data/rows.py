@@ -98,7 +98,9 @@ class Rows:
 
     def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> "Rows":
         """Return rows by position (K,) in this order, or by a boolean mask (B,)."""
-        chosen = torch.as_tensor(rows)
+        if isinstance(rows, range) and rows == range(self._size):
+            return self
+        chosen = torch.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else torch.as_tensor(rows)
         if chosen.dtype == torch.bool:
             chosen = chosen.nonzero().flatten()
         chosen = chosen.to(torch.int64)

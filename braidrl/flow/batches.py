@@ -10,8 +10,8 @@ Staleness is the version on which a batch is trained minus the version of its ol
 iteration (`when`) publishes its unchanged weights, so that versions and iterations stay aligned.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -227,23 +227,25 @@ class UpdatesInProgress:
     steps_made: int = 0
     """Updates made, which the trainer counts."""
     _arrived: Counter[int] = field(default_factory=Counter)
-    _waiting: dict[int, deque[tuple[Any, list[int]]]] = field(default_factory=dict)
+    _waiting: dict[int, deque[tuple[Any, Sequence[int]]]] = field(default_factory=dict)
 
     def add(self, piece: Any, numbers: Sequence[Sequence[int]]) -> None:
         """Add the rows of a piece; `numbers` are the updates of each."""
-        positions_of: dict[int, list[int]] = {}
+        positions_of: Mapping[int, Sequence[int]]
         if numbers and numbers.count(numbers[0]) == len(numbers):
             # Mostly all rows have the same updates.
-            positions_of = {number: list(range(len(numbers))) for number in numbers[0]}
+            positions_of = {number: range(len(numbers)) for number in numbers[0]}
         else:
+            lists = defaultdict[int, list[int]](list)
             for position, row_updates in enumerate(numbers):
                 for number in row_updates:
-                    positions_of.setdefault(number, []).append(position)
+                    lists[number].append(position)
+            positions_of = lists
         for number, positions in positions_of.items():
             self._arrived[number] += len(positions)
             self._waiting.setdefault(number, deque()).append((piece, positions))
 
-    def take(self, complete_only: bool = False) -> list[tuple[Any, list[int]]]:
+    def take(self, complete_only: bool = False) -> list[tuple[Any, Sequence[int]]]:
         """Return the pieces of the current update, with positions, that have not been accumulated.
 
         With `complete_only` the list is empty until the update is complete.

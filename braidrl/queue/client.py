@@ -233,7 +233,7 @@ class WorkItem:
 
     def share(self, positions: Sequence[int]) -> Rows:
         """Return this process's share of the rows at some positions, in the order of positions."""
-        if list(positions) == self.positions:
+        if positions == range(self.size) or list(positions) == self.positions:
             return self.rows
         numbers = np.full(self.size, -1)
         numbers[self.positions] = np.arange(len(self.positions))
@@ -359,6 +359,8 @@ def assembled(
     for piece in payload:
         positions: Sequence[int] = range(piece.rows) if piece.positions is None else piece.positions
         targets: Sequence[int] = range(piece.rows) if piece.targets is None else piece.targets
+        if order is not None and order.keys().isdisjoint(targets):
+            continue
         if order is not None:
             pairs = [(at, order[target]) for at, target in zip(positions, targets, strict=True) if target in order]
             positions, targets = [at for at, _ in pairs], [target for _, target in pairs]

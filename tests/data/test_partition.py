@@ -4,11 +4,12 @@ import random
 import time
 from unittest import mock
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.data import packing
-from braidrl.data.packing import balanced_partition, imbalance, in_turn
+from braidrl.data.packing import balanced_partition, imbalance, in_turn, part_numbers
 
 costs_lists = st.lists(st.integers(0, 1000), max_size=60)
 
@@ -41,6 +42,15 @@ def test_groups_stay_whole(groups: list[int], count: int, data: st.DataObject) -
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
     for group in set(groups):
         assert len([part for part in parts if any(groups[i] == group for i in part)]) == 1
+
+
+@given(costs_lists, st.integers(1, 20), st.booleans(), st.sampled_from([0, packing.LARGE]))
+def test_numbers_of_parts_describe_the_same_partition(costs: list[int], count: int, grouped: bool, large: int) -> None:
+    groups = np.array([item // 3 for item in range(len(costs))]) if grouped else None
+    with mock.patch.object(packing, "LARGE", large):
+        numbers = part_numbers(np.array(costs, dtype=np.int64), count, groups)
+        parts = balanced_partition(costs, count, groups=None if groups is None else groups.tolist())
+    assert [np.flatnonzero(numbers == part).tolist() for part in range(count)] == parts
 
 
 @given(costs_lists, st.integers(1, 8))

@@ -20,7 +20,7 @@ from torch import Tensor
 from braidrl.cluster.world import World
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
-from braidrl.data.packing import balanced_partition
+from braidrl.data.packing import part_numbers
 from braidrl.data.rows import Column, Rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.flow.compute import added
@@ -286,11 +286,8 @@ def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | N
     if together and fullest <= IN_PLACE * ideal:
         # No partition is better than the ideal one.
         return owner
-    parts = balanced_partition(costs.tolist(), ranks, groups=groups.tolist() if groups is not None else None)
-    part_of = np.empty(len(costs), np.int64)
-    for number, part in enumerate(parts):
-        part_of[part] = number
     cost_of = costs.numpy()
+    part_of = part_numbers(cost_of, ranks, None if groups is None else groups.numpy())
     if together and fullest <= IN_PLACE * np.bincount(part_of, cost_of).max():
         return owner
     # The share of a part that each rank already has, largest first.
@@ -302,6 +299,6 @@ def balanced_owners(costs: Tensor, owner: Tensor, ranks: int, groups: Tensor | N
         if number not in rank_of and rank not in taken:
             rank_of[number] = rank
             taken.add(rank)
-    unused = (rank for rank in range(len(parts)) if rank not in taken)
-    target = np.array([rank_of[number] if number in rank_of else next(unused) for number in range(len(parts))])
+    unused = (rank for rank in range(ranks) if rank not in taken)
+    target = np.array([rank_of[number] if number in rank_of else next(unused) for number in range(ranks)])
     return torch.from_numpy(target[part_of])

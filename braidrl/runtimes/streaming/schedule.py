@@ -76,7 +76,7 @@ class StreamSchedule:
         if not buckets:
             return None
         bucket = min(buckets)
-        if consumer.kind is Kind.TRAIN and self._waits_for_more(name, bucket, ranks):
+        if consumer.kind is Kind.TRAIN and self._waits_for_more(name, bucket, most, ranks):
             return None
         if name in self.consumers.whole_batches:
             batch = self.progress.batches[bucket.iteration]
@@ -113,13 +113,18 @@ class StreamSchedule:
         chosen = chosen if suspects.isdisjoint(before) else []
         return self.tasks.lease(lease.task, chosen, lease.holder, now, seconds)
 
-    def _waits_for_more(self, name: str, bucket: Bucket, ranks: int) -> bool:
-        """Return True if a trainer's ranks would get less than a row each, and more rows of the batch are to come: the
-        ranks meet for each lease.
+    def _waits_for_more(self, name: str, bucket: Bucket, most: int, ranks: int) -> bool:
+        """Return True if a trainer of several ranks should wait for more rows of the batch.
+
+        The ranks meet for each lease, so it has at least a row for each rank, and half of the rows that the update
+        lacks, up to `most`: their number grows with the logarithm of the rows of a rank.
         """
+        if ranks == 1:
+            return False
         task, batch = self.tasks[name], self.progress.batches[bucket.iteration]
-        ready = len(task.ready[bucket].rows) * (batch.samples if task.whole_groups else 1)
-        return ready < min(ranks, len(batch.plan) - len(task.lease))
+        ready, taken = len(task.ready[bucket].rows) * (batch.samples if task.whole_groups else 1), len(task.lease)
+        half_of_update = (batch.size - taken % batch.size) // 2
+        return ready < min(max(ranks, half_of_update), most, len(batch.plan) - taken)
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
         """Record that a consumer has completed rows of its leases; for a generate stage, with the oldest version of

@@ -9,7 +9,6 @@ Stages run through the executor, as in every runtime. All ranks of the role call
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from braidrl.cluster.world import World
 from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.packing import balanced_partition
+from braidrl.data.packing import part_numbers
 from braidrl.data.rows import IDENTITY, Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.batches import UpdatesInProgress, trained_on
@@ -94,8 +93,9 @@ class Trainer:
         if self.world.size == 1:
             work.index = work.read().index
         else:
-            places = self._dispatches(range(work.size))
-            work.read([position for some in places for position in self._own_share(work.index, some)])
+            starts = range(0, work.size, self.most)
+            dispatches = [range(start, min(start + self.most, work.size)) for start in starts]
+            work.read([position for rows in dispatches for position in self._own_share(work.index, rows)])
         self.rows_left -= work.size
         self.pieces.append(work)
         for stage in self.stages[: self.at]:
@@ -103,19 +103,18 @@ class Trainer:
         self.updates.add(work, batch.updates)
         self._accumulate()
 
-    def _own_share(self, index: Rows, positions: Sequence[int]) -> list[int]:
+    def _own_share(self, index: Rows, dispatch: range) -> list[int]:
         """Return the positions of this rank's rows in a dispatch: the fullest part goes to the rank with the least work
         so far.
         """
         ranks, role = self.world.size, self.consumer.updates[0].role
-        costs, groups = balance_of(index.take(positions), role, self.executor.config, True, ranks)
-        parts = balanced_partition(costs.tolist(), ranks, groups=None if groups is None else groups.tolist())
+        costs, groups = balance_of(index.take(dispatch), role, self.executor.config, True, ranks)
+        part_of = part_numbers(costs.numpy(), ranks, None if groups is None else groups.numpy())
         next_ranks = np.argsort(self.work_of_ranks, kind="stable")
-        part_of = np.repeat(np.arange(ranks), [len(part) for part in parts])
-        costs_in_parts = costs.numpy()[np.fromiter(chain.from_iterable(parts), np.int64, len(part_of))]
-        self.work_of_ranks[next_ranks] += np.bincount(part_of, costs_in_parts, minlength=ranks)
-        mine = int((next_ranks == self.world.rank).argmax())
-        return [positions[number] for number in sorted(parts[mine])]
+        self.work_of_ranks[next_ranks] += np.bincount(part_of, costs.numpy(), minlength=ranks)
+        mine = (next_ranks == self.world.rank).argmax()
+        positions: list[int] = (np.flatnonzero(part_of == mine) + dispatch.start).tolist()
+        return positions
 
     def ready(self) -> list[str]:
         """Return the train stage whose next step can be made, as far as this worker knows."""

@@ -18,11 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, StreamingConfig
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.data.packing import balanced_partition
+from braidrl.data.packing import part_numbers
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.errors import LostPeers, UserError, first_line
 from braidrl.flow import Stage
@@ -262,8 +264,8 @@ class StageLoop:
             else:
                 role, config, size = consumer.stages[0].role, self.context.executor.config, self.world.size
                 costs, groups = balance_of(work.index, role, config, False, size)
-                together = None if groups is None else groups.tolist()
-                work.read(balanced_partition(costs.tolist(), size, groups=together)[self.world.rank])
+                part_of = part_numbers(costs.numpy(), size, None if groups is None else groups.numpy())
+                work.read(np.flatnonzero(part_of == self.world.rank).tolist())
         except Evicted:
             is_whole = False
         if not self.world.reduce("the ranks that have their rows", is_whole, lambda low, high: low and high):
