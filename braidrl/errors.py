@@ -168,9 +168,7 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 @contextmanager
 def users_errors(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Raise UserError, with the line, for an exception in a user's function; errors of Braid's functions pass
-    through.
-    """
+    """Raise UserError, with the line, for an exception in a user's function; those of Braid's functions pass."""
     try:
         yield
     except Exception as error:

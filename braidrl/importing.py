@@ -117,9 +117,7 @@ def check_call(name: str, function: Callable[..., Any], *positional: str, settin
 
 
 def check_settings(name: str, function: Callable[..., Any], settings: Iterable[str]) -> None:
-    """Raise UserError, with the most similar name, for a setting that is not a parameter of a function after its first
-    one.
-    """
+    """Raise UserError, with the most similar name, for a setting that a function does not take after its first one."""
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
     for setting in settings:

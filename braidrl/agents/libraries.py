@@ -324,9 +324,7 @@ class OpenEnvEnvironment:
         return self._observation_text((await self._client.reset(seed=example["seed"])).observation)
 
     async def step(self, text: str) -> Observation:
-        """Return the observation after an action; an invalid action gets an error message, and the episode
-        continues.
-        """
+        """Return the observation after an action; an invalid one gets an error message, and the episode continues."""
         try:
             action = {self._action: text} if self._action else json.loads(text)
         except ValueError as error:

@@ -52,9 +52,7 @@ class Player(ABC):
     spans: EpisodeSpans = field(default_factory=EpisodeSpans)
 
     async def play(self, rows: Rows) -> list[Trajectory]:
-        """Play one trajectory for each row, at most `at_once` concurrently, and return them in the order of the
-        rows.
-        """
+        """Play one trajectory for each row, at most `at_once` concurrently, and return them in the rows' order."""
         free, metadata = asyncio.Semaphore(self.limits.at_once), rows["metadata"]
 
         images = rows.get("images") or [()] * len(rows)

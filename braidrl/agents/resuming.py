@@ -54,9 +54,7 @@ class ResumingEpisodes:
         self._tokenizer, self._end_ids, self._suspends = tokenizer, end_ids, suspends
 
     async def submit(self, request: Request) -> Response:
-        """Return a turn: recorded, generated, or both. Raises EnvironmentFailed if its context differs from the
-        recorded one.
-        """
+        """Return a turn: recorded, generated, or both. Raises EnvironmentFailed if its context has changed."""
         recorded = self.rows[request.uid]
         row = row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens)
         tokens, count, is_complete = recorded.actions[request.first_draw :], 0, False

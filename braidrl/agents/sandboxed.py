@@ -39,9 +39,7 @@ class SandboxedEnvironment:
     """An environment whose methods are called in a separate process."""
 
     def __init__(self, session: HostSession, answer: Message) -> None:
-        """Store the `answer` of the process that made the environment. Raises EnvironmentFailed if it lacks the
-        tools.
-        """
+        """Store the `answer` of the process with the environment. Raises EnvironmentFailed if it lacks the tools."""
         tools = answer.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise EnvironmentFailed("result", f"`tools` must be a list of JSON schemas, not {str(tools)[:100]}")

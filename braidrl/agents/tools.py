@@ -15,9 +15,7 @@ class ToolEnvironment(ToolTurns):
     """A task with tools that are Python functions."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        """Set the functions; each needs type hints and a docstring that describes it and each argument (under
-        `Args:`).
-        """
+        """Set the functions; each needs type hints and a docstring for it and each argument (under `Args:`)."""
         self._functions = {function.__name__: function for function in functions}
         super().__init__([get_json_schema(function) for function in functions])
 

@@ -50,9 +50,7 @@ class TurnTemplate:
 
     template: "PromptTemplate"
     tool_format: str | None = None
-    """The model's format of tool calls, one of `tool_calls.FORMATS`; by default that of the tokenizer's chat
-    template.
-    """
+    """The model's format of tool calls, of `tool_calls.FORMATS`; by default that of the tokenizer's chat template."""
     hidden: frozenset[int] | None = None
     """Tokens that the text of a turn omits; None means all special ones."""
 
@@ -162,9 +160,7 @@ class TurnTemplate:
 
 
 def written(name: str, arguments: Any) -> str:
-    """Return a call as text, or the reason why its arguments cannot be written, which the model reads as an error of
-    its call.
-    """
+    """Return a call as text, or why its arguments cannot be written, which the model reads as an error."""
     try:
         return call_text(name, as_text(arguments))
     except ValueError as error:
@@ -202,9 +198,7 @@ def exact_over_turns(template: "PromptTemplate", reader: Any) -> bool:
 
 
 def proven_reader(template: "PromptTemplate") -> Any | None:
-    """Return the library's renderer that is exact over turns for a chat template; None without one, or without the
-    library.
-    """
+    """Return the library's renderer that is exact over turns for a chat template; None if there is none."""
     if not template.is_chat or importlib.util.find_spec("renderers") is None:
         return None
     return _proven(template.tokenizer, json.dumps(dict(template.arguments), sort_keys=True))
@@ -280,9 +274,7 @@ class EnvironmentFailed(Exception):
     """A failure of the environment, which raised or did not answer in time. It ends only this trajectory."""
 
     def __init__(self, reason: str, detail: str, killed: bool = False) -> None:
-        """Record the reason; `killed` if the process was killed externally, after which the trajectory is played once
-        more.
-        """
+        """Record the reason; `killed` if the process was killed externally, and the trajectory is played again."""
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail, self.killed = reason, detail, killed
 

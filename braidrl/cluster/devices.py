@@ -85,9 +85,7 @@ def device_count(name: str) -> int | None:
 
 
 def device_memory(name: str, free: bool = False) -> int | None:
-    """Return the bytes of this process's CUDA device, or its `free` bytes; None if the configured `device` is not
-    present.
-    """
+    """Return the bytes of this process's CUDA device, or its `free` bytes; None without the configured `device`."""
     import torch
 
     if not device_count(name):

@@ -239,9 +239,7 @@ def from_server(spec: ProcessSpec) -> LocalProcess:
 
 @contextlib.contextmanager
 def main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from running the user's main script again in the child; scripts would need a guard for
-    that.
-    """
+    """Keep multiprocessing from running the user's main script again in the child; scripts would need a guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -120,9 +120,7 @@ class Members:
             self.membership = without(self.store, self.membership, self.dead)
 
     def change(self, dead: Iterable[str] = (), new: Iterable[str] = ()) -> None:
-        """Write the next membership, possibly with the same members; from then on only the launcher writes
-        memberships.
-        """
+        """Write the next membership, possibly unchanged; from then on only the launcher writes memberships."""
         for member in dead:
             self._note(member)
         self.membership = propose(self.store, self.membership, [*self.living, *new])

@@ -41,9 +41,7 @@ class Failure:
     """True if the failure is only that other ranks were lost."""
 
     def error(self) -> BaseException:
-        """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or
-        WorkerError.
-        """
+        """Return the exception of this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or WorkerError."""
         if self.kind == "interrupted":
             return KeyboardInterrupt()
         kinds: dict[str, type[Exception]] = {
@@ -122,9 +120,7 @@ def interrupts_handled(
 
 
 def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:
-    """Return the full environment of a process started from the environment `starter`; it must be set before torch is
-    imported.
-    """
+    """Return the full environment of a process started from `starter`; it must be set before torch is imported."""
     environment = dict(spec.environment)
     if spec.threads is not None:
         environment["OMP_NUM_THREADS"] = str(spec.threads)

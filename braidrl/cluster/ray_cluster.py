@@ -56,9 +56,7 @@ class Reservation:
 def room_for(
     nodes: Mapping[str, Mapping[str, float]], taken: Sequence[Reservation], cpus: int = 1, gpus: int = 0
 ) -> int:
-    """Return how many more workers of `cpus` and `gpus` each fit on the nodes, in addition to the reservations in
-    `taken`.
-    """
+    """Return how many more workers of `cpus` and `gpus` each fit on the nodes, beside the reservations in `taken`."""
     free = {node: [resources.get(kind, 0.0) for kind in ("CPU", "GPU")] for node, resources in nodes.items()}
     for reservation in taken:
         if reservation.node in free:
@@ -183,9 +181,7 @@ class RayCluster:
         return reserved
 
     def living_nodes(self) -> dict[str, dict[str, float]]:
-        """Return the resources of each node whose Ray daemon answers, by node id; Ray itself notices a lost
-        node later.
-        """
+        """Return the resources of each node whose Ray daemon answers, by node id; Ray notices a lost node later."""
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         return {
             node["NodeID"]: node["Resources"]

@@ -52,9 +52,7 @@ class RowDeaths:
         return not (self.suspects.isdisjoint(rows) and self.left_out.isdisjoint(rows))
 
     def passes(self, rows: Sequence[Uid]) -> list[list[int]]:
-        """Return the positions of the rows that run together: first all rows that are not suspects, then each suspect
-        alone.
-        """
+        """Return the positions of the rows that run together: all that are not suspects, then each suspect alone."""
         together = [position for position, row in enumerate(rows) if row not in self.suspects]
         alone = [[position] for position, row in enumerate(rows) if row in self.suspects]
         return [together, *alone] if together else alone

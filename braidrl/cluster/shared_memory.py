@@ -10,9 +10,7 @@ PREFIX = "braid-"
 
 
 def shared_folder() -> Path:
-    """Return the folder for files in memory: BRAID_SHARED_MEMORY, otherwise /dev/shm; if neither is usable, a folder on
-    disk.
-    """
+    """Return the folder for files in memory: BRAID_SHARED_MEMORY, otherwise /dev/shm; else a folder on disk."""
     folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
     # A folder on a read-only file system exists, but cannot be written to.
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())

@@ -57,9 +57,7 @@ class ColumnHeader(NamedTuple):
 
 
 _forbidding: list[object] = []
-"""One entry for each active `payload_forbidden`, for all threads of the process: a driver's callbacks run in other
-threads.
-"""
+"""One entry for each active `payload_forbidden`, for all threads of the process: callbacks run in other threads."""
 
 
 @contextmanager

@@ -70,9 +70,7 @@ CURRICULA = PluginRegistry(
 
 
 class Units(NamedTuple):
-    """The units of one source: `names` (U,) and the unit of each example, (N,) int64; without names each example is a
-    unit.
-    """
+    """The units of one source: `names` (U,) and the unit of each example, (N,) int64; without names each is a unit."""
 
     names: tuple[str, ...]
     of_example: np.ndarray
@@ -110,9 +108,7 @@ def curriculum_of(config: Config, units: Sequence[Units]) -> "Curriculum | None"
 
 
 def check_curriculum(config: Config, written: Collection[str]) -> None:
-    """Raise UserError for an unknown curriculum, a wrong setting, or a flow that does not write the measured
-    columns.
-    """
+    """Raise UserError for an unknown curriculum, a wrong setting, or a flow that writes no measured columns."""
     if config.data.curriculum is None:
         return
     if not {"score", "finish_reason"} <= set(written):

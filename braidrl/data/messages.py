@@ -88,9 +88,7 @@ def join(frames: Sequence[Frame]) -> bytearray:
 
 
 def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]]:
-    """Return the size of the joined frames in bytes, and their pieces with offsets; gaps between the pieces are
-    padding.
-    """
+    """Return the size of the joined frames in bytes, and their pieces with offsets; gaps between pieces are padding."""
     views = [memoryview(frame).cast("B") for frame in frames]
     lengths = [view.nbytes for view in views]
     *starts, total = _starts(lengths)

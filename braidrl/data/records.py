@@ -80,9 +80,7 @@ def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
 
 
 def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:
-    """Yield the rows of a parquet file, or of one split of a folder, with the subsets and splits that `datasets`
-    finds.
-    """
+    """Yield the rows of a parquet file, or of one split of a folder, with the parts that `datasets` finds."""
     # Imported here: it takes a second, and JSON files do not need it.
     import datasets
     import pyarrow

@@ -478,9 +478,7 @@ def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
 
 
 def with_system(source: SourceConfig, record: Record, prompt: Prompt) -> Prompt:
-    """Return a prompt with the record's system message in front; unchanged if the prompt has one or the record has
-    none.
-    """
+    """Return a prompt with the record's system message in front; unchanged if it has one or the record none."""
     others = (record.get(name) for name in SYSTEM if name not in (source.prompt_field, source.answer_field))
     system = next((text for text in others if isinstance(text, str) and text.strip()), None)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -333,9 +333,7 @@ def has_open_turn(response: Given, ends: Collection[int]) -> bool:
 
 
 def special_in(example: Example, special: re.Pattern[str]) -> Iterator[str]:
-    """Yield a note for each message whose text contains a special token's text: the tokenizer turns it into
-    that token.
-    """
+    """Yield a note for each message whose text contains a special token's text: the tokenizer reads that token."""
     for part in (example.prompt, example.response, example.rejected):
         for message in part if isinstance(part, list) else ():
             content = message.get("content")

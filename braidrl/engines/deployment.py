@@ -250,9 +250,7 @@ class Deployment:
 
     @cached_property
     def shared_base(self) -> tuple[str, ...]:
-        """Return the roles whose adapters one engine serves on one base model; empty if each role has its own
-        engine.
-        """
+        """Return the roles whose adapters one engine serves on a base model; empty if each role has its own engine."""
         return sharing_base(self.config, self.stages)
 
     def _sharing_faults(self) -> Iterator[str]:

@@ -54,9 +54,7 @@ class EngineError(RuntimeError):
 
 
 def check_idle(name: str, rows: Collection[Uid], does: str) -> None:
-    """Raise RuntimeError while an engine has rows in flight; `does` names the operation that requires an idle
-    engine.
-    """
+    """Raise RuntimeError while an engine has rows in flight; `does` is the operation that requires an idle engine."""
     if rows:
         raise RuntimeError(f"{name}: {len(rows)} rows are under way; an engine {does} when it has none")
 

@@ -70,9 +70,7 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
     """The policy whose adapters the weights are."""
     path: str | None = None
     notice: TransferNotice | None = None
-    """The transfer of the weights over a process group with the trainer; without a file and a notice the weights
-    stay.
-    """
+    """The transfer of the weights over a process group with the trainer; without a file or notice they stay."""
 
 
 class EngineReply(msgspec.Struct, omit_defaults=True):

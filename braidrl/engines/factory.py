@@ -250,9 +250,7 @@ def exchange_publisher(
 
 
 def file_writer(parts: Mapping[str, WeightPart], ranks: Ranks, config: Config) -> WeightWriter:
-    """Return the writer of weight versions: to a folder for servers, otherwise to shared memory; all ranks call this
-    together.
-    """
+    """Return the writer of weight versions: to a folder for servers, or shared memory; all ranks call this together."""
     servers = config.rollout.servers
     in_folder = config.rollout.engine == "http" and servers.weights == "folder"
     return WeightWriter(parts, ranks, repeat=in_folder, within=servers.folder)

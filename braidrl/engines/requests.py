@@ -66,9 +66,7 @@ class SamplingParams:
 
     @property
     def log_prob_temperature(self) -> float:
-        """Return the divisor of logits before log-softmax; 1 for a temperature of 0, which takes the likeliest
-        token.
-        """
+        """Return the divisor of logits before log-softmax; 1 for a temperature of 0, the likeliest token."""
         return self.temperature or 1.0
 
 
@@ -92,9 +90,7 @@ class Request:
     continues: int = 0
     """Number of tokens at the prompt's end that belong to this response: a stop text may start among them."""
     columns: tuple[str, ...] = ()
-    """Columns per token that the response must have in addition to those of every response, by names as in
-    `column_of`.
-    """
+    """Columns per token that the response must have besides those of every response, by names as in `column_of`."""
     images: tuple[ImageSpan, ...] = ()
     """The images in the prompt, whose tokens are expanded."""
     policy: str | None = None
@@ -268,9 +264,7 @@ def row_of(
 
 @dataclass(frozen=True)
 class Draws:
-    """The values with which another engine draws a row's tokens: random key, index of the first draw, and sampling
-    settings.
-    """
+    """The values with which another engine draws a row's tokens: random key, first draw, and sampling settings."""
 
     key: int
     first: int

@@ -39,9 +39,7 @@ from braidrl.weights.publisher import WeightSource
 from braidrl.weights.shards import Parts, WeightPart
 
 TURNS = 10
-"""Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the
-step.
-"""
+"""Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row in time."""
 CHANGES_EVERY = 8
 """Steps between two looks for changes of ranks that decode together."""
 IDLE_S = 0.005
@@ -53,9 +51,7 @@ OWN = "this process's engine"
 
 
 class SteppingEngine(ABC):
-    """An engine of this process, used by whole batches: `generate`; by coroutines: `run`; or step by step: `add` and
-    `step`.
-    """
+    """An engine of this process, used by whole batches: `generate`; by coroutines: `run`; by steps: `add`, `step`."""
 
     slots: int = 0
     """Rows that can be decoded together."""
@@ -69,9 +65,7 @@ class SteppingEngine(ABC):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
     ) -> None:
-        """Make an engine without rows; `end_ids` end a response, and `seed` is the run's, which determines all
-        draws.
-        """
+        """Make an engine without rows; `end_ids` end a response, and `seed` is the run's, which fixes all draws."""
         self.seed, self.version = seed, 0
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids

@@ -32,9 +32,7 @@ from braidrl.training.pretrained import load_tokenizer
 from braidrl.weights.publisher import ModelWeights
 
 WIDTH = 64
-"""Width of the twin's heads: vLLM's kernels for CPUs need 32 or more, and twice as many where some layers have wider
-ones.
-"""
+"""Width of the twin's heads: vLLM's kernels for CPUs need 32 or more, twice as many if some layers have wider ones."""
 TOKENS = 16
 SIZES = ((84, 56), (56, 112))
 """Widths and heights of images, in pixels."""
@@ -89,9 +87,7 @@ def greatest_gap(config: Any, plan: ForwardPlan, python: Path | None, seen: Path
 
 
 def write_tokenizer(folder: Path, twin: Any, config: Any, seen: Path | None) -> None:
-    """Write a tokenizer of one word per id of the twin's vocabulary; image tokens have the texts of the model's
-    tokenizer.
-    """
+    """Write a tokenizer of one word per id of the twin's vocabulary; image tokens have the texts of its tokenizer."""
     words = {str(number): number for number in range(twin.get_text_config().vocab_size)}
     if seen is not None:
         tokenizer_of_model = load_tokenizer(seen)

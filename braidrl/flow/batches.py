@@ -66,9 +66,7 @@ class Sizes:
 
 
 def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
-    """Return the rows of one optimizer step; None means the whole batch. Raises UserError unless it divides the
-    batch.
-    """
+    """Return the rows of one optimizer step; None is the whole batch. Raises UserError unless it divides the batch."""
     rows = prompts_per_step * samples_per_prompt
     if rows_per_update is None:
         return rows

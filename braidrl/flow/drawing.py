@@ -24,9 +24,7 @@ WIDTH = 110
 
 
 def text(flow: Flow, width: int = WIDTH) -> str:
-    """Return the stages by depth with their inputs and outputs; a bracket joins stages that may run at the same
-    time.
-    """
+    """Return the stages by depth with their inputs and outputs; a bracket joins stages that may run together."""
     models = [f"{role} (trained)" if role in flow.trained_roles else role for role in flow.roles]
     heading = f"{flow.name}: {len(flow.stages)} stages; models: {', '.join(models) or 'none'}"
     indent = max(len(stage.name) for stage in flow.stages)

@@ -147,9 +147,7 @@ class Flow:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Return all edges: columns from writer to reader, weights between an update and their uses, and order
-        alone.
-        """
+        """Return all edges: columns from writer to reader, weights from an update to their uses, and order alone."""
         edges: list[Edge] = []
         for reader, columns in self.inputs.items():
             by_writer: dict[str, list[str]] = {}
@@ -179,9 +177,7 @@ class Flow:
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Return the length of the longest path of edges to each stage: stages with equal depth may run at the same
-        time.
-        """
+        """Return the length of the longest path of edges to each stage: stages of equal depth may run together."""
         depth = {ADMISSION: 0}
         for stage, before in self.predecessors.items():
             depth[stage] = 1 + max((depth[name] for name in before), default=0)

@@ -33,9 +33,7 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the select stages for a group: kept if `reason` is None; `version` is the oldest among its
-    tokens.
-    """
+    """The result of the select stages for a group: kept if `reason` is None; `version` is the oldest of its tokens."""
 
     reason: str | None = None
     version: int = 0
@@ -134,9 +132,7 @@ class GroupSelector:
         return chosen
 
     def groups_wanted(self, batches: int = 1) -> int:
-        """Return how many groups to admit now, if stages overlap, for `batches` batches; it never changes a batch's
-        groups.
-        """
+        """Return how many groups to admit now, if stages overlap, for `batches` batches; batches stay the same."""
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
     def under_way(self, batches: int = 1) -> int:
@@ -233,9 +229,7 @@ class GroupSelector:
         return tuple(kept[: self.target])
 
     def is_complete(self) -> bool:
-        """Return True if the batch can be finished: it is known, its waves are admitted, and surplus to keep is
-        decided.
-        """
+        """Return True if the batch can be finished: it is known, its waves are admitted, surplus to keep is decided."""
         end, numbers = self._waves()
         awaited = self.surplus == "keep" and not set(self.pending) <= set(numbers[end:])
         return self.batch() is not None and not self.next_wave() and not awaited
@@ -405,16 +399,12 @@ def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
 
 
 def older_slots(share: float, prompts: int) -> int | None:
-    """Return how many groups of a batch of `prompts` may start on an older version than the batch's own; None means
-    all.
-    """
+    """Return how many groups of a batch of `prompts` may start on a version older than its own; None means all."""
     # Rounding first makes a share of 0.9 of 10 leave 1.
     return int(round((1 - share) * prompts, 6)) if share else None
 
 
 def started_too_many(started: Mapping[int, int | None], slots: int) -> set[int]:
-    """Return the started groups that exceed the slots for older groups in the next batch: all but the last by
-    number.
-    """
+    """Return the started groups that exceed the slots for older groups in the next batch: all but the last ones."""
     older = sorted(group for group, version in started.items() if version is not None)
     return set(older[: max(0, len(older) - slots)])

@@ -71,9 +71,7 @@ FAMILIES: dict[str, Registry] = {
 """Families of the functions of compute and select stages."""
 OLD = ("recompute", "rollout", "self")
 REPLAYS = ("none", "inference", "training")
-"""The experts of a mixture in an update: chosen anew, those that the engine chose, or those of the recomputed
-log-probs.
-"""
+"""The experts of a mixture in an update: chosen anew, those that the engine chose, or of the recomputed log-probs."""
 ROLE_TYPES: dict[str, dict[str, type]] = {
     "generate": {
         "into": str,
@@ -106,9 +104,7 @@ ROLE_TYPES: dict[str, dict[str, type]] = {
         "replay": str,
     },
 }
-"""The types of a role's stages, the methods of `Role`, with the types of their parameters; `object` is a choice among
-CHOICES.
-"""
+"""The types of a role's stages (methods of `Role`) with their parameters' types; `object` is a choice among CHOICES."""
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1e4),
     "top_p": (1e-9, 1),
@@ -250,9 +246,7 @@ def needs_old(role: str, params: Mapping[str, Any]) -> bool:
 
 
 def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> dict[str, str]:
-    """Map the parameters of a loss, KL estimator or correction to columns, without parameters that the training pass
-    computes.
-    """
+    """Map the parameters of a loss, KL estimator or correction to columns, without what the training pass computes."""
     renamed = COLUMNS_OF_ROLE.get(role, {})
     columns = {name: entry.column(name) for name in parameters if name not in COMPUTED_IN_TRAINING}
     return {name: renamed.get(column, column) for name, column in columns.items()}
@@ -300,24 +294,18 @@ def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ..
 
 
 def read_in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ...]:
-    """Add the namespace to the columns that a stage reads or writes, except shared columns and columns that
-    name one.
-    """
+    """Add the namespace to the columns that a stage reads or writes, except shared columns and those that name one."""
     named = in_namespace(namespace, columns)
     return tuple(c if c in SHARED or "." in c else n for c, n in zip(columns, named, strict=True))
 
 
 def namespaces_of(params: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Return the namespaces that a generate stage with these parameters writes: `into`, and one for each further
-    policy.
-    """
+    """Return the namespaces that a generate stage with these parameters writes: `into`, and each further policy."""
     return (params.get("into"), *params.get("policies", ()))
 
 
 def check_policies(role: str, params: Mapping[str, Any]) -> None:
-    """Raise UserError for further policies of a generate stage without an environment, or for a name that is not
-    another role.
-    """
+    """Raise UserError for further policies of a generate stage without an environment, or one that is no other role."""
     policies = params.get("policies", [])
     if policies and ("environment" not in params or "into" in params):
         raise UserError(f"{role}.generate: policies take turns in an environment; write `environment` without `into`")

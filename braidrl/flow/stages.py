@@ -143,9 +143,7 @@ class RegisteredNames:
         return list(self.registered)
 
     def signature(self, name: str) -> inspect.Signature:
-        """Return the signature of an attribute: its settings, the initial values of its state, and the common
-        parameters.
-        """
+        """Return the signature of an attribute: its settings, its state's initial values, and common parameters."""
         entry = self.registered[name]
         parameters = inspect.signature(entry.function).parameters
         settings = [parameters[setting] for setting in entry.settings]

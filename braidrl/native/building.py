@@ -149,9 +149,7 @@ def processor() -> dict[str, str]:
 
 
 def in_memory(*tensors: Tensor) -> bool:
-    """Return True for plain CPU tensors with values at their addresses; False for DTensors and results of pending
-    collectives.
-    """
+    """Return True for plain CPU tensors with values at their addresses; not DTensors or pending collectives."""
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors)
 
 

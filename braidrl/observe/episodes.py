@@ -62,9 +62,7 @@ class Filter:
 
 
 class RowIndex:
-    """The rows of a run's training steps, or of an evaluation set: their numbers as arrays (B,), and their
-    locations.
-    """
+    """The rows of a run's training steps, or an evaluation set: their numbers as arrays (B,), and their locations."""
 
     def __init__(self, run: Path, evaluation: str | None = None) -> None:
         """Read the index columns of all steps. Raises UserError if nothing was recorded."""
@@ -98,9 +96,7 @@ class RowIndex:
         return next((name for name in ("reward", "score") if name in self.numbers), None)
 
     def choose(self, row_filter: Filter) -> np.ndarray:
-        """Return the numbers of the rows that pass a filter, in its order. Raises UserError for a column that no row
-        has.
-        """
+        """Return the numbers of the rows that pass a filter, in its order. Raises UserError for an unknown column."""
         keep = np.ones(len(self), dtype=bool)
         rewards = self._needed(self.reward_name or "reward", row_filter.min_reward, row_filter.max_reward)
         lengths = self._needed("action_tokens", row_filter.min_tokens, row_filter.max_tokens)
@@ -219,9 +215,7 @@ def episode(record: Mapping[str, Any], described: Mapping[str, Any], tokenizer: 
 
 
 def columns_in(table: Mapping[str, Any], prefix: str, others: tuple[str, ...]) -> dict[str, Any]:
-    """Return the columns of a namespace under plain names; without a prefix the columns outside the namespaces
-    `others`.
-    """
+    """Return the columns of a namespace under plain names; without one those outside the namespaces `others`."""
     if not prefix:
         return {name: value for name, value in table.items() if not name.startswith(others)}
     return {name.removeprefix(prefix): value for name, value in table.items() if name.startswith(prefix)}

@@ -76,9 +76,7 @@ def append_line(file: BinaryIO, record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file moves to `path` when the block ends without an error, otherwise it is
-    discarded.
-    """
+    """Yield a temporary path; the file moves to `path` if the block ends without error, otherwise it is discarded."""
     # Processes of several machines, which may have the same number, write to one file.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     try:

@@ -155,9 +155,7 @@ class WorkerTrace(TraceWriter):
         return BusySpan(self.worker, self._role, stage, iteration, now, now, version=version)
 
     def count(self, span: BusySpan, stage: str, rows: int, tokens: int) -> dict[str, Any]:
-        """Report rows of a queue's stage, with their tokens, while the span continues, with the seconds since its last
-        report.
-        """
+        """Report rows of a queue's stage, with their tokens, while the span lasts, with the seconds since the last."""
         span.rows += rows
         span.tokens += tokens
         before, span.end = span.end, self.now()

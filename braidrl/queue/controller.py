@@ -163,9 +163,7 @@ class ColumnController(QueueController):
         return (Lost(lost=lost), ()) if lost else None
 
     def _done(self, request: Done, frames: Sequence[Frame]) -> Answer:
-        """Record completed leases, with the columns written for their rows; remove rows that all tasks have
-        completed.
-        """
+        """Record completed leases, with the columns written for their rows; remove rows completed in all tasks."""
         name = request.consumer
         received = StoredRows.received([part for part, _ in request.parts], frames, name)
         parts = [(part, rows) for part, (_, rows) in zip(received, request.parts, strict=True)]

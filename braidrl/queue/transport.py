@@ -460,9 +460,7 @@ class QueueController(ABC):
         return [number for number in numbers if not any(number in tasks.leases.held for tasks in self.queues)]
 
     def silent(self, seconds: float) -> list[str]:
-        """Return hanging holders, without a request for this many seconds: working and waiting holders send
-        heartbeats.
-        """
+        """Return hanging holders, without a request for this many seconds: others send heartbeats."""
         now = self.clock()
         with self.changed:
             return [name for name, holder in self.holders.items() if now - holder.heard > seconds]

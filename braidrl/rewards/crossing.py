@@ -363,9 +363,7 @@ class Peer:
         return kind
 
     def record(self, name: str, fields: dict[str, Any], number: int) -> Any:
-        """Return a dataclass's value as an instance of this process's class of the same name and fields, if there is
-        one.
-        """
+        """Return a dataclass's value as an instance of this process's class of that name and fields, if any."""
         kind = self.dataclass(name)
         if kind is None or list(getattr(kind, "__dataclass_fields__", ())) != list(fields):
             return self.foreign(self, int(number))

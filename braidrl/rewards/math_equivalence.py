@@ -156,9 +156,7 @@ DELIMITED = re.compile(r"\$([^$]+)\$|\\\[(.*?)\\\]|\\\((.*?)\\\)", re.DOTALL)
 
 
 def last_expression(response: str) -> str:
-    """Return the last expression between delimiters of LaTeX; without one the end of the text, whose `!` are no
-    factorials.
-    """
+    """Return the last expression between delimiters of LaTeX; else the end of the text, whose `!` are no factorials."""
     tail = response[-TAIL:]
     delimited = [next(filter(None, match.groups()), "") for match in DELIMITED.finditer(tail)]
     return delimited[-1] if delimited else tail.replace("!", " ")

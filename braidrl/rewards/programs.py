@@ -398,9 +398,7 @@ class Running:
     seconds: int
 
     def output(self) -> str | None:
-        """Wait, and return the output; None if the program failed. Raises ProgramEnded if a limit or the sandbox ended
-        it.
-        """
+        """Wait, and return the output; None if the program failed. Raises ProgramEnded if a limit ended it."""
         # A sleeping program is killed with its row, after reward.timeout_s.
         status = self.process.wait()
         if status == 0:

@@ -65,9 +65,7 @@ class Verifier:
         return "answer" in self.reads and answer is not None and answer.default is inspect.Parameter.empty
 
     def unusable(self, answer: Any, metadata: Mapping[str, Any]) -> str:
-        """Return why an example's reference answer is unusable; empty if it is usable, or if the verifier cannot
-        decide.
-        """
+        """Return why a reference answer is unusable; empty if it is usable, or if the verifier cannot decide."""
         if self.name not in READERS:
             return ""
         try:

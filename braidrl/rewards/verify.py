@@ -62,9 +62,7 @@ class Pending:
         return {self.prefix + name: column for name, column in columns.items()}
 
     def count(self, scores: Scores, sums: Sums) -> dict[tuple[str, str], str]:
-        """Wait, add each check's score, metrics and failure to the sums, and return a message by label and kind of
-        failure.
-        """
+        """Wait, add each check's score, metrics and failure to the sums, and return a message by label and failure."""
         messages, failed = dict[tuple[str, str], str](), set[int]()
         counts: Counter[str] = Counter()
         for number, row in enumerate(self.checks):
@@ -169,9 +167,7 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Verifier]:
 def responses(
     rows: Rows, tokenizer: "PreTrainedTokenizerBase", ends: Collection[int], skip_special_tokens: bool, prefix: str = ""
 ) -> list[str]:
-    """Return each row's sampled text without end tokens and padding, and with `skip_special_tokens` without any special
-    token.
-    """
+    """Return each row's sampled text without end tokens and padding; with `skip_special_tokens` no special token."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
     hidden = {*ends, getattr(tokenizer, "pad_token_id", None)}
     sampled = ([token for token in ids if token not in hidden] for ids in tokens.where(mask.values.bool()).tolist())

@@ -112,9 +112,7 @@ class SerialController(Generic[TableT]):
         return Restart.FROM_CHECKPOINT
 
     def run_with_state(self, stage: Stage, table: TableT, iteration: int, sums: Sums) -> tuple[TableT, State]:
-        """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most
-        stages.
-        """
+        """Return the table with the stage's columns, and its state for the next iteration; empty for most stages."""
         if not stage.state:
             return self.backend.run(stage, table, iteration, sums), {}
         state = self.states[stage.name]

@@ -1,6 +1,4 @@
-"""Evaluation: a second flow (generate, verify) with its own sampling and random numbers, pinned to one version of the
-weights.
-"""
+"""Evaluation: a second flow (generate, verify) with sampling of its own, on one version of the weights."""
 
 import re
 import shutil

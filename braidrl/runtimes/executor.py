@@ -179,9 +179,7 @@ class StageExecutor:
         return call
 
     def needs_all(self, stage: Stage) -> bool:
-        """Return True if ranks without rows participate in a stage: it is collective, or may generate other ranks'
-        rows.
-        """
+        """Return True if ranks without rows participate in a stage: it is collective, or generates others' rows."""
         return self.is_collective(stage) or (stage.type == "generate" and self.generation.ranks.size > 1)
 
     def is_collective(self, stage: Stage) -> bool:

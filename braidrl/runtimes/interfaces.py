@@ -55,9 +55,7 @@ class Backend(Protocol[T]):
     """The part of a backend outside iterations: evaluation, records, checkpoints."""
 
     def read(self, origin: Origin) -> T:
-        """Return a table of rows: admitted prompts, one row per sample, a held-out set, a recording, or a checkpoint's
-        surplus.
-        """
+        """Return a table of rows: a row per sample of admitted prompts, a held-out set, a recording or surplus."""
 
     def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
         """Return the table with the columns that a generate, infer or compute stage writes."""
@@ -72,9 +70,7 @@ class Backend(Protocol[T]):
         """Write rows with all their columns into a checkpoint."""
 
     def save(self, folder: Path, copy: bool = False) -> list[Write]:
-        """Write every changing role into its folder; with `copy` return functions that write copies while training
-        continues.
-        """
+        """Write every changing role into its folder; with `copy` return functions that write copies meanwhile."""
 
     def load(self, folder: Path, version: int) -> None:
         """Load a folder written by `save`; its weights are those of `version`."""
@@ -111,14 +107,10 @@ class SerialBackend(Backend[TableT], Protocol[TableT]):
         """
 
     def optim_step(self, role: str, iteration: int, sums: Sums, overrides: StepOverrides = CONFIGURED) -> None:
-        """Make one optimizer step of the accumulated objectives; the settings of this step replace the
-        configured ones.
-        """
+        """Make one optimizer step of the accumulated objectives; its settings replace the configured ones."""
 
     def texts(self, table: TableT) -> list[RowText]:
-        """Return the prompt and response of each row, in the order of rows; under distributed only for the
-        rank's rows.
-        """
+        """Return the prompt and response of each row, in order; under distributed only for the rank's rows."""
 
     def publish(self, version: int) -> None:
         """Wait for all training and load the trained weights into the engines."""

@@ -162,9 +162,7 @@ class RowStore:
         return [RowText(*texts) for texts in zip(prompts, texts_of_responses, strict=True)]
 
     def record(self, path: Path, rows: Rows, later: Rows | None = None) -> None:
-        """Write rows with their texts and later stages' columns, for readers and for a replay, which ignores those
-        columns.
-        """
+        """Write rows with their texts and later stages' columns, for readers; a replay ignores those columns."""
         added = {} if later is None else {name: column for name, column in later.items() if name not in rows}
         rows = rows.with_columns(added)
         prompts, responses = zip(*self.row_texts(rows), strict=True) if len(rows) else ((), ())

@@ -360,9 +360,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         free_groups(error)
 
     def _load_newest(self) -> str:
-        """Rebuild the backend in this process for the current ranks, and load the newest checkpoint; return its
-        name.
-        """
+        """Rebuild this process's backend for the current ranks, and load the newest checkpoint; return its name."""
         self.regrouping.load_instead()
         self._drop_backend()
         self._start_controller()
@@ -471,9 +469,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return RunState(self.step, self.version, self.controller.position(), self.fingerprints)
 
     def _save(self, state: RunState, wait: bool = False) -> None:
-        """Start to write the checkpoint of a step, unless it is already written; with `wait` wait until it is
-        complete.
-        """
+        """Start to write the checkpoint of a step, unless it is written; with `wait` until it is complete."""
         if self.saved_step != state.step:
             position = state.position._replace(started=self.controller.started_ahead())
             self.checkpoints.save(replace(state, position=position), self.backend, self.scores.best_of_step)

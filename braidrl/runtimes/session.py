@@ -124,9 +124,7 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.read(Admission(numbers, loader.examples(numbers)))
 
     def measure(self, rows: SessionTable) -> dict[str, float]:
-        """Pass the scores of an iteration's rows to the curriculum, which chooses the next prompts; return its
-        metrics.
-        """
+        """Pass the scores of an iteration's rows to the curriculum, for the next prompts; return its metrics."""
         return self.controller.loader.measure(self.iteration, self.index(rows))
 
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
@@ -240,9 +238,7 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.index(rows)
 
     def texts(self, rows: SessionTable) -> list[RowText]:
-        """Return each row's `prompt` and `response` as text, in the order of rows; under distributed only for the
-        rank's rows.
-        """
+        """Return each row's `prompt` and `response` as text, in order; under distributed for the rank's rows."""
         self._check_open()
         return self.backend.texts(rows)
 
@@ -263,9 +259,7 @@ class Session(AbstractContextManager["Session"]):
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role with the methods of `braidrl.flow.roles.Role` and the user's methods, or a family of stages such as
-    `advantage`.
-    """
+    """A role with the methods of `braidrl.flow.roles.Role` and the user's methods, or a family such as `advantage`."""
 
     session: Session
     name: str

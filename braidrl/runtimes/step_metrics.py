@@ -136,9 +136,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
 
 
 def sampled_metrics(generated: Rows, batch: Rows) -> dict[str, float | int | None]:
-    """Return metrics of the responses, and the shares of groups with a signal; of the batch if rewards come after the
-    selection.
-    """
+    """Return metrics of the responses, and the shares of groups with a signal; of the batch if rewards come later."""
     metrics = dict[str, float | int | None]()
     if "finish_reason" in generated:
         lengths, reasons = generated["action_tokens"].double(), generated["finish_reason"]

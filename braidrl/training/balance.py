@@ -101,9 +101,7 @@ class RouterBalance:
                 f"trainer.balance.bias: {type(model).__name__} has no selection bias; write trainer.balance.auxiliary"
             )
         self.counts = torch.zeros(layers, experts, dtype=torch.float64)
-        """How often this process's tokens chose each expert since the last optimizer step, by layer of the whole
-        model.
-        """
+        """How often this process's tokens chose each expert since the last optimizer step, by layer of the model."""
         self.shares = torch.full_like(self.counts, 1 / experts)
         """Each expert's share of the choices of all ranks in the last optimizer step; equal ones before the first."""
 
@@ -175,9 +173,7 @@ class RouterBalance:
         return {f"busiest_expert/{layer}": load for layer, load in enumerate(loads)}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state that a checkpoint stores in addition to the model; empty if the next step does not
-        need it.
-        """
+        """Return the state that a checkpoint stores beside the model; empty if the next step does not need it."""
         return {"shares": self.shares} if self.config.auxiliary and self.config.shares == "batch" else {}
 
     @torch.no_grad()

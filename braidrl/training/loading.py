@@ -70,9 +70,7 @@ def load_scorer(
 
 
 def check_model(path: str | Path) -> None:
-    """Raise UserError if a model's architecture is not supported, or a weight file is damaged or truncated; loads no
-    weights.
-    """
+    """Raise UserError if a model's architecture is not supported, or a weight file is damaged; loads no weights."""
     folder, config = Path(path).expanduser(), read_model_config(path)
     without_quantisation(config, folder)
     warn_of_class(config, folder)

@@ -318,9 +318,7 @@ class Adapted:
         self.is_sharded = isinstance(up, DTensor)
 
     def merged_part(self, box: Box | None = None) -> Tensor:
-        """Return a block of this rank's shard, by default all of it; all ranks call this together, as adapters are
-        gathered.
-        """
+        """Return a block of this rank's shard, by default all of it; all ranks call this together."""
         box = box or self.box
         return self._merged(box.of(local_shard(self.layer.weight), self.box), box)
 
@@ -399,7 +397,5 @@ def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def merged(tensor: Tensor | Adapted | AdaptedStack) -> Tensor:
-    """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same
-    time.
-    """
+    """Return the full tensor, with its adapter merged if it has one; ranks of a sharded model call this together."""
     return full_tensor(tensor) if isinstance(tensor, Tensor) else tensor.merged()

@@ -331,9 +331,7 @@ def denominators(index: Rows) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class UpdateCounts:
-    """The global data of an optimizer step: denominators of its loss sums, and a description of its rows for
-    messages.
-    """
+    """The global data of an optimizer step: denominators of its loss sums, and its rows for messages."""
 
     counts: Mapping[str, float]
     rows: str

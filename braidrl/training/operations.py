@@ -79,9 +79,7 @@ class TokenCounts(NamedTuple):
 
 
 def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
-    """Return the operations of a forward pass; a backward pass takes twice as many, with frozen weights (adapters) as
-    many.
-    """
+    """Return the operations of a forward pass; a backward pass takes twice as many, or as many if frozen."""
     products = 2.0 * ((sizes.body - sizes.idle) * counts.tokens + sizes.head * counts.predicted)
     return products + 4.0 * sizes.queries * counts.pairs
 

@@ -38,9 +38,7 @@ UNDIVIDED = ("absmax1", "absmax2", "qmap1", "qmap2")
 
 
 def moment_bytes(config: TrainerConfig) -> float:
-    """Return the bytes of each of a float32 weight's two moments; other optimizers are assumed to keep two in
-    float32.
-    """
+    """Return the bytes of each of a float32 weight's moments; other optimizers are assumed to keep two in float32."""
     return MOMENT_BYTES.get(config.optimizer, MASTER_BYTES)
 
 
@@ -113,9 +111,7 @@ def check_optimizer(config: TrainerConfig) -> None:
 def make_optimizer(
     parameters: NamedParameters, config: TrainerConfig, lr: float, rates: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the configured optimizer of these parameters; `rates` are learning rates that differ from `lr`, by
-    name.
-    """
+    """Return the configured optimizer of these parameters; `rates` are rates other than `lr`, by name."""
     by_rate: dict[float, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         by_rate.setdefault((rates or {}).get(name, lr), []).append((name, parameter))

@@ -28,9 +28,7 @@ class OptimizerUnderTest:
     learning_rate: float = 1e-2
 
     def make(self, *weights: Tensor, **trainer: Any) -> MasterOptimizer:
-        """Return the optimizer of a model with copies of these weights and further settings of `trainer`, as in
-        a run.
-        """
+        """Return the optimizer of a model with copies of these weights and settings of `trainer`, as in a run."""
         settings = {"optimizer": self.name, "optimizer_settings": dict(self.settings), "max_grad_norm": None, **trainer}
         config = TrainerConfig(learning_rate=self.learning_rate, **settings)
         check_optimizer(config)

@@ -86,9 +86,7 @@ def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> No
 
 @lru_cache(maxsize=64)
 def _parsed_config(folder: Path, text: bytes) -> Any:
-    """Return the configuration of a folder whose config.json holds this text; cached, as a run's start reads it a dozen
-    times.
-    """
+    """Return the configuration of a folder whose config.json holds this text; cached for the many reads at start."""
     return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
@@ -124,9 +122,7 @@ def separate_tokenizer(
 
 
 def check_tokens(model: str | Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Raise UserError if an end token of a model or of the tokenizer is not in its vocabulary, or its chat template is
-    invalid.
-    """
+    """Raise UserError if an end token of model or tokenizer is unknown, or its chat template is invalid."""
     folder = model_folder(model)
     config, path, settings = read_model_config(folder), folder / "generation_config.json", None
     if path.is_file():

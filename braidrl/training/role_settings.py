@@ -12,9 +12,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import policies_of
 
 USUAL_SLOTS, USUAL_TOKENS = 64, 8192
-"""Default rows decoded at once and default tokens of a micro-batch, if neither the user nor the device's memory decides
-them.
-"""
+"""Default rows decoded at once and default tokens of a micro-batch, unless user or memory decide them."""
 MOST_SLOTS = 1024
 """Rows of an engine beyond which decoding hardly gets faster."""
 HIGHEST_USUAL_RATE = 0.01

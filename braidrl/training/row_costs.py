@@ -37,9 +37,7 @@ def image_token_cost(role: str, config: Config, trains: bool) -> float:
 
 @cache
 def tower_share(model: Path, dtype: torch.dtype) -> float:
-    """Return the operations of a model's vision tower for one token of an image over those of its text part for one
-    token.
-    """
+    """Return the operations of a model's vision tower for an image's token over those of its text part for one."""
     shape = model_shape(model.expanduser(), dtype)
     sizes = MatrixSizes.of(shape.sizes, shape.parameters - shape.tower, False, shape.idle)
     of_text = operations.forward_operations(sizes, TokenCounts(1, 0, 0))

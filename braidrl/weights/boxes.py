@@ -37,9 +37,7 @@ class Box:
         return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
 
     def of(self, tensor: Tensor, held: "Box | None" = None) -> Tensor:
-        """Return this block as a view of the global tensor, or of a tensor that holds only the block `held`, which
-        contains it.
-        """
+        """Return this block as a view of the global tensor, or of a tensor with only the block `held` around it."""
         if held is None:
             return tensor[self.slices]
         inside = tuple(at - start for at, start in zip(self.offsets, held.offsets, strict=True))
@@ -56,9 +54,7 @@ class Box:
         return all(at <= start and start + size <= at + length for at, length, start, size in edges)
 
     def nested(self, inner: "Box") -> "Box":
-        """Return the block `inner` of this one's tensor, which may lack leading dimensions, as one of the global
-        tensor.
-        """
+        """Return the block `inner` of this one's tensor, which may lack leading dimensions, in the global tensor."""
         lacking = len(self.sizes) - len(inner.sizes)
         starts = (start + at for start, at in zip(self.offsets[lacking:], inner.offsets, strict=True))
         return Box((*self.offsets[:lacking], *starts), (*self.sizes[:lacking], *inner.sizes))
@@ -121,9 +117,7 @@ All other tensors are replicated.
 
 
 def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank: int, ranks: int) -> dict[str, Box]:
-    """Return a tensor-parallel rank's block of each tensor; `plan` has styles by module name, with `*` for layer
-    numbers.
-    """
+    """Return a tensor-parallel rank's block of each tensor; `plan` has styles by module name, `*` for layer numbers."""
     boxes = {}
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")

@@ -79,9 +79,7 @@ class ParameterReader:
         boxes: Mapping[str, Box] | None = None,
         files: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Read from `folder`, or from `files` by the model's names; read only the block in `boxes` if the tensor has
-        one.
-        """
+        """Read from `folder`, or from `files` by the model's names; only a tensor's block in `boxes`, if any."""
         self._folder, self._boxes = folder, boxes or {}
         self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
         # Weak references: tied parameters stay tied, and a full tensor is freed once it is sharded.

@@ -195,9 +195,7 @@ class WeightOffer:
             number += 1
 
     def _next_transfer(self, store: dist.Store, number: int) -> WeightRequest | None:
-        """Form a transfer for the first engine whose workers are all ready, and for engines that request the same
-        weights.
-        """
+        """Form a transfer for the first engine whose workers are all ready, and for others that request them."""
         now, requests = time.monotonic(), self._requests
         # The request follows its number, unless the requesting process died between the two writes.
         last, self._last_request = self._last_request, count_at(store, "asked")
@@ -293,9 +291,7 @@ class Incoming:
         self.device = device if self.notice.cuda else torch.device("cpu")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor under each of its names; memory holds only the tensors of a round. Raises
-        TransferError.
-        """
+        """Yield every full tensor under each of its names; memory holds one round's. Raises TransferError."""
         with self._joined(lambda held: held.tensors) as transfer:
             tensors = transfer.index.tensors
             arriving = ReceivedTensors(tensors, self.device)
@@ -428,9 +424,7 @@ def transfer_group(
 
 @dataclass
 class CollectivePublisher:
-    """A publisher that offers the trainer's own tensors to engine workers while they are current; no intermediate
-    copy.
-    """
+    """A publisher that offers the trainer's own tensors to engine workers while they are current; without a copy."""
 
     offer: WeightOffer
     parts: Parts

@@ -30,9 +30,7 @@ from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy, WeightTransfer
 
 @dataclass
 class InPlacePublisher:
-    """A publisher for an engine of this process: the engine shares the trainer's weights, or they are copied into its
-    own.
-    """
+    """A publisher for an engine of this process: it shares the trainer's weights, or has copies."""
 
     engine: PublishedEngine | None
     """None on a rank that only sends to other ranks."""

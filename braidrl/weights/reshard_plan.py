@@ -55,9 +55,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one shape and dtype that are sharded alike: each rank holds the same block of all, and wants the same
-    block.
-    """
+    """Tensors of one shape and dtype that are sharded alike: a rank holds, and wants, the same block of all."""
 
     tensors: Sequence[int]
     """Their indices in the order of all tensors."""

@@ -182,9 +182,7 @@ class WeightPart:
         return WeightPart([name], AdaptedBlock(self.tensor, held, shape, box))
 
     def merged(self) -> "WeightPart":
-        """Return this part as a plain tensor with its adapter merged; all ranks of a sharded tensor call this at the
-        same time.
-        """
+        """Return this part as a plain tensor with its adapter merged; ranks that shard it call this together."""
         local = local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
         return WeightPart(self.names, local, (self.shape, self.box), other_parts=self.other_parts)
 
@@ -237,7 +235,5 @@ def check_parts(shapes: Mapping[str, torch.Size], parts: Mapping[str, WeightPart
 
 
 def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
-    """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same
-    time.
-    """
+    """Return copies of parts on their devices, with adapters merged; ranks of a sharded model call this together."""
     return {name: replace(merged := part.merged(), tensor=merged.local.clone()) for name, part in parts.items()}

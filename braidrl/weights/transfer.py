@@ -132,9 +132,7 @@ class WeightTransfer:
         self.arrivals = [[self.names[tensor] for tensor in of_round] for of_round in by_round(arrives)]
 
     def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
-        """Move the weights from this rank's source parts into its target parts; every rank calls this at the same
-        time.
-        """
+        """Move the weights from this rank's source parts into its target parts; all ranks call this together."""
         for _ in self.steps(parts, into):
             pass
         return self.traffic
@@ -202,9 +200,7 @@ class WeightTransfer:
     def _send_changes(
         self, plan: RankPlan, step: int, count: int, sources: Mapping[str, WeightPart], device: torch.device
     ) -> tuple[Tensor, list[int]]:
-        """Exchange changed values: for each piece their number, their positions in it, and the values; or -1 and all
-        values.
-        """
+        """Exchange changed values: for each piece number, positions and values; or -1 and all values."""
         messages: list[list[Tensor]] = [[] for _ in range(self.ranks.size)]
         for piece in plan.sends.pieces(step, count):
             name = self.names[piece.tensor]
@@ -279,9 +275,7 @@ def changes(new: Tensor, old: Tensor) -> list[Tensor]:
 
 
 class LayoutCopy:
-    """A copy from one model's parts to another's, on any ranks; all ranks that hold some of either call it at the same
-    time.
-    """
+    """A copy from one model's parts to another's, on any ranks; ranks with some of either call it together."""
 
     def __init__(self, source: Parts, target: Parts, ranks: Ranks, limit_bytes: int = LIMIT_BYTES) -> None:
         """Plan the transfer between ranks with parts of either model.

@@ -60,9 +60,7 @@ class LoadingSchedule:
         self.max_draining_seen = 0
 
     def forget(self) -> None:
-        """Invalidate all engines' versions: they take rows once the caller sets and unpins `target` and they have
-        loaded it.
-        """
+        """Invalidate all engines' versions: they take rows once `target` is set, unpinned and loaded."""
         self.target, self.pinned = UNKNOWN, True
         self.engines = {name: HeldVersion(UNKNOWN) for name in self.engines}
         self.draining.clear()

@@ -78,9 +78,7 @@ class TurnEvents(ABC):
     """Sent from time to time when there is no other event."""
 
     def __init__(self, request: TurnRequest, name: str, context: int, opened: bool) -> None:
-        """Store the name of the first turn, the number of its context's tokens, and whether the context ends within
-        reasoning.
-        """
+        """Store the name of the first turn, the number of its context's tokens, and whether that ends in reasoning."""
         self.request, self.name, self.context, self.opened = request, name, context, opened
         self.sent = ""
         """The text that is sent of the current choice."""

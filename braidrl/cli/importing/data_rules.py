@@ -83,9 +83,7 @@ def verifier_of(source: str) -> str | None:
 
 
 def sources_in(path: Path) -> Counter[str] | None:
-    """Count the rows of a data file by `data_source`; return None if the file is not on this machine or lacks the
-    field.
-    """
+    """Count the rows of a data file by `data_source`; None if the file is not here or lacks the field."""
     if not path.is_file():
         return None
     if path.suffix == ".parquet":

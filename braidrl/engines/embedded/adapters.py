@@ -33,9 +33,7 @@ class Factors(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """The adapters of all policies for layers that are computed as one concatenated layer: K columns over all adapter
-    ranks.
-    """
+    """The adapters of all policies for layers computed as one: K columns over all adapter ranks."""
 
     down: Tensor
     """(K, in)."""
@@ -90,9 +88,7 @@ class PolicyAdapters:
 
     @torch.no_grad()
     def side_by_side(self, layers: Sequence[Any]) -> SideBySide | None:
-        """Return a copy of the adapters of layers that are computed as one concatenated layer; None if none is
-        adapted.
-        """
+        """Return a copy of the adapters of layers that are computed as one; None if none is adapted."""
         first, start, downs, ups, numbers = layers[0].weight, 0, list[Tensor](), list[Tensor](), list[int]()
         width = sum(layer.out_features for layer in layers)
         for layer in layers:

@@ -36,9 +36,7 @@ BLOCK = 128
 
 
 class Kernels:
-    """Compiled kernels for one head width, one number of query heads per key head and one dtype: float32 or
-    bfloat16.
-    """
+    """Compiled kernels for one head width, a number of query heads per key head and one dtype: float32 or bfloat16."""
 
     def __init__(self, functions: Any, dtype: torch.dtype) -> None:
         self.dtype, self._functions = dtype, functions

@@ -77,9 +77,7 @@ class EarlierResponses:
 
 
 class Book:
-    """The texts of one prompt, in which compiled code looks up the continuations of a row's last tokens; see
-    drafts.c.
-    """
+    """The texts of one prompt, in which compiled code finds continuations of a row's last tokens; see drafts.c."""
 
     def __init__(self, functions: Any) -> None:
         self._functions, self.rows = functions, 0
@@ -207,9 +205,7 @@ class PassCosts:
         self._measured[size, guessed] = self._passes
 
     def seconds(self, size: int, guessed: bool) -> float:
-        """Estimate a pass's seconds; a size without recent measurements is estimated from others, so that it is tried
-        again.
-        """
+        """Estimate a pass's seconds; one not measured recently is estimated from others, so that it is tried."""
         oldest = self._passes - VALID
         if self._measured.get((size, guessed), oldest) > oldest and len(self._seconds[size, guessed]) > 1:
             return median(self._seconds[size, guessed])

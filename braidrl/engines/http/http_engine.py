@@ -242,9 +242,7 @@ class HttpEngine:
     def _read(
         self, row: EngineRow, answers: Mapping[ColumnCall | None, Json], readers: Mapping[str, ColumnReader]
     ) -> tuple[Sequence[int], dict[str, Any]]:
-        """Return the tokens of a row and the values of its columns. Raises UserError for an answer that was not asked
-        for.
-        """
+        """Return the tokens of a row and the values of its columns. Raises UserError for an unexpected answer."""
         answer = answers[None]
         try:
             tokens = self.spec.dialect.read(answer)
@@ -380,9 +378,7 @@ class HttpEngine:
                     raise EngineError(f"the weights of {self.url} could not be changed: {failure}")
 
     async def check_weights(self) -> None:
-        """Raise EngineError if the server was restarted after it received its weights: it may then serve other
-        weights.
-        """
+        """Raise EngineError if the server was restarted after it received its weights: it may serve others."""
         if not self._is_labelled:
             return
         path, field = self.spec.dialect.label

@@ -124,9 +124,7 @@ class HostedVllmEngine(VllmEngine):
             return super().step()
 
     def wake(self) -> None:
-        """Do nothing: receiving weights wakes them, and the next step wakes the cache, which lowers the peak of
-        memory.
-        """
+        """Do nothing: receiving weights wakes them, and the next step wakes the cache, for a lower peak of memory."""
 
     def sleep(self) -> None:
         if self.phases is not None:

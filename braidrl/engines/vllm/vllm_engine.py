@@ -62,9 +62,7 @@ CPU_BLOCK = 128
 
 
 class VllmEngine(SteppingEngine):
-    """An engine that starts with the model in the spec's directory; its `options` are arguments of vLLM's
-    `EngineArgs`.
-    """
+    """An engine that starts with the model of the spec's folder; its `options` are arguments of vLLM's `EngineArgs`."""
 
     def __init__(self, spec: EngineSpec, tokenizer: PreTrainedTokenizerBase) -> None:
         """Start vLLM. Raises UserError if it does not support the model."""
@@ -302,9 +300,7 @@ def ranks_of_node(spec: EngineSpec) -> Iterator[None]:
 
 
 def key_numbers(config: Any) -> int:
-    """Return the number of elements of a token's keys in the widest layer; Gemma 4 has layers with heads of several
-    widths.
-    """
+    """Return the number of elements of a token's keys in the widest layer; Gemma 4 has heads of several widths."""
     layers = getattr(config, "per_layer_config", None)
     layers_of_model = [layers[n] for n in range(config.num_hidden_layers)] if layers else [config]
     widths = [

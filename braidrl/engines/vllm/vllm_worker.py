@@ -62,9 +62,7 @@ class WeightsNotLive(ValueError):
 
 
 class TakesWeights:
-    """The extension that vLLM adds to its worker class (`worker_extension_cls`); `collective_rpc` calls its methods by
-    name.
-    """
+    """The extension that vLLM adds to its worker class (`worker_extension_cls`); `collective_rpc` calls its methods."""
 
     reload_weights: Callable[..., None]
     """An attribute of vLLM's worker, as are the next four."""
@@ -271,9 +269,7 @@ def part_of(name: str, shape: torch.Size, blocks: Sequence[LoadedBlock]) -> Weig
 
 
 def joined_blocks(a: LoadedBlock, b: LoadedBlock) -> LoadedBlock | None:
-    """Return two blocks that are neighbors along the first dimension as one; None if their memory is not evenly
-    spaced.
-    """
+    """Return two blocks adjacent in the first dimension as one; None if their memory is not evenly spaced."""
     if not a.box.sizes:
         return None
     count, start = a.box.sizes[0], a.box.offsets[0]

@@ -55,9 +55,7 @@ UNDRAWN = "undrawn"
 
 
 class WeightMoves:
-    """Records of weight transfers to another layout: a trace span for each, and numbers for the next stage's
-    metrics.
-    """
+    """Records of weight transfers to another layout: trace spans, and numbers for the next stage's metrics."""
 
     def __init__(self) -> None:
         self.trace: TraceWriter | None = None

@@ -35,9 +35,7 @@ class Move:
 
 
 def skimmed(amounts: Sequence[int], count: int) -> list[int]:
-    """Return how much to take from each amount, `count` in total, so that the largest remainder is as small as
-    possible.
-    """
+    """Return how much to take from each amount, `count` in total, so that the largest remainder is smallest."""
     order = sorted(range(len(amounts)), key=lambda i: (-amounts[i], i))
     amounts_taken, total = [0] * len(amounts), 0
     for largest, i in enumerate(order, 1):
@@ -105,9 +103,7 @@ class Loans:
         self.requests = {request.uid: request for request in requests}
 
     def numbers(self) -> list[int]:
-        """Return what this rank adds to a round: its waiting rows and free slots, and with `each` the same at its
-        rank's index.
-        """
+        """Return what this rank adds to a round: its waiting rows and free slots, with `each` at its rank's index."""
         rank, size = self.world.rank, self.world.size
         waiting = free = 0
         if self.engine is not None:

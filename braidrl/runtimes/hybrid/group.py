@@ -96,9 +96,7 @@ class WorkerGroup:
     def send(
         self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False
     ) -> Future:
-        """Call a method of one rank, with its part of a table in place of the handle; further arguments are as for
-        `call`.
-        """
+        """Call a method of one rank, with its part of a table in place of the handle; the rest is as for `call`."""
         awaited: list[Future] = []
         plain = [a.part(awaited, reads) if isinstance(a, Handle) else a for a in arguments]
         # An aside call may overtake others, which still need the rows to be freed.
@@ -234,9 +232,7 @@ class RunWorkers:
         wait_all(started)
 
     def _plan_transfers(self, fresh: Sequence[WorkerGroup]) -> None:
-        """Plan the transfer of weights from a pool that trains a role to another that generates for it, if one is
-        new.
-        """
+        """Plan the transfer of weights from a pool that trains a role to one that generates for it, if one is new."""
         for role in self.prepared.deployment.generating:
             trains = next((group for group in self.groups if role in group.pool.models), None)
             generates = next(group for group in self.groups if role in group.pool.generating)

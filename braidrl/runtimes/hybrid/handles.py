@@ -104,9 +104,7 @@ class Output:
     """Payload columns that the workers keep, known after their answers."""
 
     def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
-        """Record the calls, the key, and the row positions of each future; once a future has no references its rows are
-        unread.
-        """
+        """Record the calls, the key, and the row positions of each future; without references its rows are unread."""
         self.table, self.key, self.group, self.futures = None, key, group, futures
         size = sum(map(len, positions))
         self.worker, self.row = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
@@ -119,9 +117,7 @@ class Output:
             weakref.finalize(future, group.unread.append, (future.worker, key)).atexit = False
 
     def finish(self, answers: Sequence[CallResult]) -> None:
-        """Record the answers, whose index columns become those of the output; columns that some row lacks are left
-        out.
-        """
+        """Record the answers, whose index columns become those of the output; those that a row lacks are left out."""
         self.payload = frozenset(column for answer in answers for column in answer.columns)
         tables = [unpack_rows(answer.index) for answer in answers]
         filled = [table for table in tables if len(table)]
@@ -231,9 +227,7 @@ class Handle:
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
     def writers(self, names: Collection[str]) -> list[Output]:
-        """Return, in order, the outputs that write one of these columns, or a column that such an output also
-        writes.
-        """
+        """Return, in order, the outputs that write one of these columns, or a column that such one also writes."""
         needed, outputs = set(names), list[Output]()
         for output in reversed(self.outputs):
             if not needed.isdisjoint(output.stage.writes):

@@ -54,9 +54,7 @@ from braidrl.training.parallel.layouts import DataParallel
 FETCHED_ROWS = 256
 """Rows of each key in one message between workers."""
 Wanted = tuple[int, int, Numbers, tuple[str, ...]]
-"""Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, or () for all
-columns.
-"""
+"""Rows that a worker keeps under a key: the worker, the key, the rows' numbers, and the payload columns, () for all."""
 Meeting = tuple[str, int, str]
 """Host and port of a store, and the key prefix of the ranks that use it."""
 
@@ -206,9 +204,7 @@ class HybridWorker:
 
     @register(protocol="ONE_TO_ALL")
     def forget_rows(self) -> None:
-        """Wait for the running checkpoint; forget rows, unfinished checks, the state of user methods, and references to
-        workers.
-        """
+        """Wait for the running checkpoint; forget rows, unfinished checks, user methods' state, and other workers."""
         self.rows_by_key, self.peers, self.accumulated = {}, {}, {}
         self.executor.generation.checks.pending.clear()
         self.executor.methods.clear()

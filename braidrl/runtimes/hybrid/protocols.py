@@ -34,9 +34,7 @@ class Mesh:
     sequence: int = 1
     """The ranks that shard a copy's tokens: those of `context` times those of `sequence`."""
     generation: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each generation group, if ranks generate together: the ranks of one model copy are micro
-    data-parallel.
-    """
+    """The ranks of each generation group, if ranks generate together: ranks of a model copy are micro data-parallel."""
 
     @property
     def size(self) -> int:
@@ -49,9 +47,7 @@ class Mesh:
 
 @runtime_checkable
 class DivisibleTable(RowTable, Protocol):
-    """The operations on rows that a protocol may use; under hybrid rows are a handle, and these operations do not move
-    them.
-    """
+    """The operations on rows that a protocol may use; under hybrid rows are a handle, which these do not move."""
 
     def divide(self, parts: int) -> Sequence[Any]:
         """Return one table per rank, of neighbouring rows in their order; some may be empty."""

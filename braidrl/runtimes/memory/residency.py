@@ -39,9 +39,7 @@ AssetPart = Literal["weights", "optimizer", "engine", "inference"]
 
 
 class Asset(NamedTuple):
-    """A part of a role in device memory; `optimizer` includes gradients, `inference` is a copy in a separate inference
-    layout.
-    """
+    """A part of a role in device memory; `optimizer` includes gradients, `inference` is a copy in another layout."""
 
     role: str
     part: AssetPart
@@ -110,9 +108,7 @@ def residency_plan(
 def sizes_during(
     flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int], generating: Collection[str] = ()
 ) -> dict[str, dict[Asset, int]]:
-    """Return the bytes of each loaded asset in each step: an engine is awake only in the steps that generate with
-    it.
-    """
+    """Return the bytes of each loaded asset in each step: an engine is awake only in steps that generate with it."""
     steps = {stage.name: policies_of(stage) for stage in flow.stages}
     steps |= {**{EVALUATION + role: (role,) for role in generating}, PUBLISH: ()}
     return {

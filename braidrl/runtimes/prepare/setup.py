@@ -458,9 +458,7 @@ def check_vocabulary(
 
 
 def vocabulary_lines(prepared: Prepared) -> list[str]:
-    """Return a line for each role whose model cannot embed tokens that later texts (environments, users) may
-    contain.
-    """
+    """Return a line for each role whose model lacks tokens that later texts (environments, users) may contain."""
     sizes = embeddings_exceeded(prepared.config, prepared.deployment.roles, prepared.tokenizer)
     return [
         f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it is "

@@ -120,9 +120,7 @@ def check_written(trouble: str) -> None:
 
 @dataclass(frozen=True)
 class RunState:
-    """The run after `step` complete iterations; tables in the position are the backend's, or their files in a
-    checkpoint.
-    """
+    """The run after `step` complete iterations; its tables are the backend's, or files in a checkpoint."""
 
     step: int
     version: int

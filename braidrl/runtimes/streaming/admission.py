@@ -120,9 +120,7 @@ class GroupAdmission:
             self._continue_in(group, self.opened + 1)
 
     def restore_batch(self, versions: Mapping[Uid, int]) -> None:
-        """Restore a checkpoint's next batch, whose rows have passed the recorded stages, with the version of each
-        row.
-        """
+        """Restore a checkpoint's next batch, whose rows have passed the recorded stages, with each row's version."""
         self.opened += 1
         batch = self.progress.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
         uids = sorted(versions, key=lambda uid: uid[1:])
@@ -262,9 +260,7 @@ class GroupAdmission:
         self.decided = True
 
     def may_start(self, bucket: Bucket, engine_version: int | None) -> bool:
-        """Return True if an engine's version is fresh enough for the rows of a bucket; None means a worker without an
-        engine.
-        """
+        """Return True if an engine's version is fresh enough for the rows of a bucket; None is a worker without one."""
         iteration = bucket.iteration
         if bucket.state is RowState.RESUMED:
             return iteration <= self.opened and (

@@ -488,8 +488,6 @@ class ControlPlane(QueueController):
 
     @property
     def _loadable(self) -> int:
-        """Return the newest version up to which all weights have arrived; ranks write the newest ones beside their next
-        step.
-        """
+        """Return the newest version up to which all weights have arrived; ranks write them beside their next step."""
         published = self.training.schedule.progress.published
         return self.weights.newest_complete(self.loading.target, published, self.training.updates_of)

@@ -83,9 +83,7 @@ class GenerateLoop:
         self.ahead: dict[str, tuple[OfferedWeights, asyncio.Future[WeightFile | None]]] = {}
         """By role the weights that are received into host memory ahead of their load, and their file."""
         self.loaded: dict[str, WeightFile] = {}
-        """By role the file of the version that engines hold, if it was received ahead; an engine that recovers reads it
-        again.
-        """
+        """By role the file of the version that engines hold, received ahead; an engine that recovers reads it."""
 
     async def serve(self, engine: ServedEngine) -> None:
         """Generate until the run ends, in the engine's event loop."""
@@ -111,9 +109,7 @@ class GenerateLoop:
             await self._end(list(self.flight))
 
     async def _next(self) -> WorkItem:
-        """Return the worker's next work from the queue; rows that finish in the meantime are checked, written and
-        reported.
-        """
+        """Return the worker's next work from the queue; rows that end meanwhile are checked and reported."""
         settings, consumers = self.context.settings, self.context.group.consumers
         request = TakeWork(
             consumers, settings.dispatch_rows, slots=self.served_engine.load().slots, ended=self._ended_by_lease()
@@ -129,9 +125,7 @@ class GenerateLoop:
         return await answer
 
     def _ended_by_lease(self) -> list[tuple[int, int]]:
-        """Return, by lease, the rows that have freed their slots; the queue learns of other rows when they are
-        reported.
-        """
+        """Return, by lease, the rows that have freed their slots; the queue learns of others when they are reported."""
         return [(number, lease.ended) for number, lease in self.leases.items() if lease.ended]
 
     def _lost_rows(self, answer: Lost) -> list[Key]:

@@ -56,9 +56,7 @@ class StreamingController:
     def __init__(
         self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress, repairs: RepairBudget
     ) -> None:
-        """Start the queue and all workers of a run that passed `check_streaming`; `repairs` limits restarts of
-        trainers.
-        """
+        """Start the queue and workers of a run that passed `check_streaming`; `repairs` limits restarts of trainers."""
         config, flow = prepared.config, prepared.flow
         self.loader, self.progress = loader, progress
         trainer, samples = config.trainer, config.rollout.samples_per_prompt
@@ -164,9 +162,7 @@ class StreamingController:
         return result
 
     def position(self) -> Position:
-        """Return the resume position after the last finished iteration; work started on the next one is repeated
-        then.
-        """
+        """Return the resume position after the last finished iteration; work started on the next one is repeated."""
         following = self.stream.schedule.progress.published + 1
         with self.control.changed:
             started = self.opening.get(following) or self._current()
@@ -179,9 +175,7 @@ class StreamingController:
         )
 
     def started_ahead(self) -> list[StartedBatch]:
-        """Finish in-flight batches that were started on older versions and return them; rows started on newer versions
-        continue.
-        """
+        """Finish in-flight batches that were started on older versions and return them; newer rows continue."""
         stream, loading = self.stream, self.control.loading
         with self.progress.stage("generation") as bar:
             while True:

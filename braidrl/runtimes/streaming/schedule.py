@@ -127,9 +127,7 @@ class StreamSchedule:
         return ready < min(max(ranks, half_of_update), most, len(batch.plan) - taken)
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
-        """Record that a consumer has completed rows of its leases; for a generate stage, with the oldest version of
-        each row.
-        """
+        """Record that a consumer has completed rows of its leases; with each generated row's oldest version."""
         self.tasks.write(name, rows)
         if versions and name in self.consumers.generating:
             oldest = self.versions.oldest

@@ -43,9 +43,7 @@ class StepPermits:
         self.allowed, self.is_due = iteration, False
 
     def next_for(self, request: TakeWork, training: Stream) -> Step | Give | None:
-        """Return the step that a trainer may make, or an order to give its weights to another role; None if neither is
-        due.
-        """
+        """Return the step that a trainer may make, or an order to give its weights to another role; or None."""
         progress, role = training.schedule.progress, request.role
         if role is None:
             return None

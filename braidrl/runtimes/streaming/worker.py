@@ -416,9 +416,7 @@ class StageLoop:
 
 
 def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
-    """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main
-    process.
-    """
+    """Make and write rows until the run ends; `kept` are the examples within the main process's length limit."""
     store = RowStore(with_data(without_data(config), kept))
     while not isinstance((work := client.take(TakeWork([], 0), wait_s)).answer, Stop):
         if not isinstance(work.answer, Order):

@@ -64,9 +64,7 @@ class WorkerOrders:
         return self.given
 
     def give_first(self, tasks: Mapping[str, Task]) -> None:
-        """Give workers that have not registered yet their first tasks; until these are done their groups get no
-        rows.
-        """
+        """Give workers that have not registered yet their first tasks; until then their groups get no rows."""
         self._first_tasks |= tasks
         self.unloaded |= {group_of(holder) for holder in tasks}
 

@@ -311,9 +311,7 @@ class PackedSequences(AttentionContext):
 
 @dataclass(frozen=True, eq=False)
 class RowBatches:
-    """Packed tokens (N, ...) arranged as batches (S, L, ...) of concatenated sequences; shorter ones repeat their last
-    token.
-    """
+    """Packed tokens (N, ...) arranged as batches (S, L, ...) of concatenated sequences; shorter ones end in repeats."""
 
     numbers: list[list[int]]
     """The sequences of each batch."""

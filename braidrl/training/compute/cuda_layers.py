@@ -103,9 +103,7 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def use_kernels(model: PreTrainedModel, kernels: LayerKernels | None = None) -> None:
-    """Switch the norms, gated activations and attention layers of a model to these kernels, by default this machine's,
-    if any.
-    """
+    """Switch the norms, gated activations and attention layers of a model to these kernels, or this machine's."""
     if (kernels := kernels or layer_kernels()) is None:
         return
     for module in model.modules():

@@ -238,9 +238,7 @@ class Vocabulary:
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def columns(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are
-        local.
-        """
+        """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local, None if all are."""
         if self.group is None:
             return targets, None
         columns = targets - self.start

@@ -48,9 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """The execution of a decoder's forward pass: packed, except for mixers (modules that mix tokens outside
-    attention).
-    """
+    """The execution of a decoder's forward pass: packed, except for mixers (token mixing outside attention)."""
 
     mixers: tuple[str, ...] = ()
     """Names of mixer classes, which run once per length over rows of that length."""
@@ -69,9 +67,7 @@ class ForwardPlan:
 
 PACKED = ForwardPlan()
 RECEIVED = "received_states"
-"""Attribute of a model without its first layers: a list with the placeholder before its first layer, which returns
-`hidden`.
-"""
+"""Attribute of a model without its first layers: a list with the placeholder that returns `hidden`."""
 TOKENS_RANK = "tokens_rank"
 """Attribute of an embedding whose output has a share of the tokens: (rank, ranks) of tensor parallelism."""
 PLAN = "forward_plan"
@@ -134,9 +130,7 @@ def base_of(model: Any) -> Any:
 
 
 def non_text_modules(model: Any) -> list[str]:
-    """Return the names in `base_of` of the modules without text inputs: towers for images and sound, and their
-    projections.
-    """
+    """Return the names in `base_of` of the modules without text inputs: towers of images and sound, and projections."""
     base, decoder = base_of(model), decoder_of(model)
     if base is model or base is decoder or not any(getattr(base, name, None) is decoder for name in TEXT):
         return []
@@ -285,9 +279,7 @@ def set_training(model: Any, training: bool) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Enable activation checkpointing: the backward pass recomputes each layer, with the attention context of its
-    forward pass.
-    """
+    """Enable activation checkpointing: the backward pass recomputes each layer, in its attention context."""
 
     def recomputed(layer: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return checkpoint(copy_context().run, layer, *arguments, use_reentrant=False, **options)

@@ -38,9 +38,7 @@ class Head:
 
 @torch.no_grad()
 def head_of(model: Any) -> Head:
-    """Return a causal model's head, measured once with a small probe in place of its output layer; works without
-    weights.
-    """
+    """Return a causal model's head, measured once by a small probe in place of its output; works without weights."""
     cached: Head | None = getattr(model, HEAD, None)
     if cached is not None:
         return cached
@@ -92,9 +90,7 @@ def predicted_log_probs(
     with_entropy_grad: bool = False,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs of `targets` (N,) and entropies, as `linear_log_probs`, from hidden states (N, D) by the model's
-    head.
-    """
+    """Return log-probs of `targets` (N,) and entropies, as `linear_log_probs`, of hidden states (N, D)."""
     head, output = head_of(model), model.get_output_embeddings()
     if head.is_own:
 

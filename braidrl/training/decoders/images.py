@@ -207,9 +207,7 @@ class ModelImages:
             return run_body(self.model, ids, packed.rope_positions, packed.attention(), **options)
 
     def text_ids(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Return ids (N,) for the text part: if each layer has inputs by token (Gemma 4), those of an image are
-        padding.
-        """
+        """Return ids (N,) for the text part: if each layer has inputs by token (Gemma 4), an image's are padding."""
         text = self.model.config.get_text_config()
         if not getattr(text, "hidden_size_per_layer_input", None):
             return ids

@@ -532,9 +532,7 @@ def code_digest() -> str:
 
 @cache
 def model_digest(name: str) -> str:
-    """Return a digest of transformers' files of a model, the module of its configuration, and those that all models
-    share.
-    """
+    """Return a digest of transformers' files of a model, the module of its configuration, and the shared files."""
     file = getattr(sys.modules[name], "__file__", None)
     sources = sorted(Path(file).parent.glob("*.py")) if file else []
     shared = sorted(path for path in Path(transformers.__file__).parent.glob("*.py"))

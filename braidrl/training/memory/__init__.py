@@ -1,3 +1,1 @@
-"""Device memory: `footprint` counts it before a run, `offload` moves weights and optimizer state off the device and
-back.
-"""
+"""Device memory: `footprint` counts it before a run, `offload` moves weights and optimizer state off it and back."""

@@ -57,9 +57,7 @@ ALONE = ParallelLayout(data=1)
 
 
 class ModelSizes(NamedTuple):
-    """A model configuration's sizes by the same names, cached because attribute access in transformers takes
-    microseconds.
-    """
+    """A model configuration's sizes by the same names, cached: access in transformers takes microseconds."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -139,9 +137,7 @@ class Shape:
 
 
 MEASURED: dict[tuple[str, torch.dtype, bool, str], Shape] = {}
-"""The cache of this process: checks, plans and dry runs ask repeatedly, and a large model with adapters takes half a
-second.
-"""
+"""This process's cache: checks, plans and dry runs ask repeatedly; a large model with adapters takes half a second."""
 
 
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
@@ -227,9 +223,7 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 def resident_bytes(
     shape: Shape, trained: bool, layout: ParallelLayout = ALONE, moment_bytes: float = MASTER_BYTES
 ) -> dict[str, int]:
-    """Return the resident bytes between steps, by kind; `moment_bytes` is the size of one moment of a float32
-    weight.
-    """
+    """Return the resident bytes between steps, by kind; `moment_bytes` is that of one moment of a float32 weight."""
     local = local_parameters(shape, layout)
     saved = shape.four_bit * (shape.element_bytes - BYTES_PER_WEIGHT)
     parts = {"weights": local * shape.element_bytes - int(saved)}
@@ -306,9 +300,7 @@ def working_bytes(
 
 
 def parameters_outside_layers(shape: Shape, layout: ParallelLayout) -> int:
-    """Count the parameters of embedding, norm and head; in a pipeline, the larger count of the first and the
-    last rank.
-    """
+    """Count the parameters of embedding, norm and head; in a pipeline, the larger of the first and last rank."""
     both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
     if layout.pipeline == 1:
         return both
@@ -433,9 +425,7 @@ def divide_tokens(model: Any, ranks: int) -> None:
 
 
 class FusedAttention(AttentionContext):
-    """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no
-    scores.
-    """
+    """An attention context for the meta device that saves for the backward pass as a fused kernel: no scores."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         return _Shapes.apply(query, key, value)

@@ -204,9 +204,7 @@ class DataParallel(Ranks):
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        """Compute each micro-batch, call `on_prediction` on the rank with predictions, and run backward from the
-        returned loss.
-        """
+        """Compute each micro-batch, call `on_prediction` on the rank with predictions, and run its loss backward."""
         if self.pipeline is not None:
             self.pipeline.run_micro_batches(model, compute, micro_batches, on_prediction)
             return

@@ -124,9 +124,7 @@ class PassThrough(nn.Module):
 
 
 class EmptyModule(nn.Module):
-    """A placeholder for modules that only the first pipeline rank has besides the embedding: learned positions,
-    towers.
-    """
+    """A placeholder for modules that only the first pipeline rank has beside the embedding: positions, towers."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         return torch.zeros(1)

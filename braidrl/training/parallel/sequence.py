@@ -263,9 +263,7 @@ def attending_rank(chunk: int, ranks: int) -> int:
 
 
 class AllToAll(torch.autograd.Function):
-    """The all-to-all of (n, ...): `sent` rows to each rank and `arriving` ones from each; equal parts without these
-    counts.
-    """
+    """The all-to-all of (n, ...): `sent` rows to each rank and `arriving` ones from each; equal parts without them."""
 
     @staticmethod
     def forward(

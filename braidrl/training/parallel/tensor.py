@@ -138,9 +138,7 @@ class LayerBlock:
     products: dict[str, str]
     """The style of each matrix; without any, FSDP shards the block's weights over the tensor ranks."""
     gathers: dict[str, bool]
-    """The modules whose input is gathered, each with True if its output has all tokens, of which this rank's are
-    taken.
-    """
+    """The modules whose input is gathered, each with True if its output has all tokens, and this rank's are taken."""
 
 
 def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[LayerBlock]:
@@ -176,9 +174,7 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
 def parallelize_layer(
     layer: nn.Module, blocks: Iterable[LayerBlock], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
 ) -> None:
-    """Shard a layer's blocks in place over the tensor ranks; `shard` shards weights over ranks that compute different
-    tokens.
-    """
+    """Shard a layer's blocks in place over the tensor ranks; `shard` shards weights over ranks of other tokens."""
     for block in blocks:
         module = layer.get_submodule(block.name)
         for name, style in block.products.items():
@@ -216,9 +212,7 @@ def copy_of_view(leaf: Any) -> Any:
 def gather_tokens(
     block: nn.Module, gather: Callable[[Tensor], Tensor], shard: Callable[[Tensor], Tensor] | None
 ) -> None:
-    """Gather the tokens of a block's first argument; with `shard`, return this rank's tokens of all hidden states in
-    its output.
-    """
+    """Gather the tokens of a block's first argument; with `shard`, return this rank's hidden states."""
 
     def gathered(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         states = gather(arguments[0] if arguments else named["hidden_states"])
@@ -231,9 +225,7 @@ def gather_tokens(
 
 
 def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
-    """Shard everything outside the layers: the vocabulary of embedding and output layer, and the tokens of the last
-    norm.
-    """
+    """Shard everything outside the layers: the vocabulary of embedding and output layer, and the last norm's tokens."""
     output, tied, body = model.get_output_embeddings(), is_tied(model), body_of(model)
     if not isinstance(body.embedding, PassThrough):
         parallelize_module(body.embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS))

@@ -52,9 +52,7 @@ Write = Callable[[], object]
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to
-    write.
-    """
+    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse."""
     generation = model.generation_config if model.can_generate() else None
     if generation is not None:
         model.generation_config = GenerationConfig()
@@ -159,9 +157,7 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
 
 
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor whose sharding a state tensor has: its parameter, or itself for scalars and replicated
-    state.
-    """
+    """Return the tensor whose sharding a state tensor has: its parameter, or itself if replicated or scalar."""
     number, _, name = key.partition(".")
     return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor
 

@@ -30,18 +30,14 @@ def copy_within(
     limit_bytes: int = LIMIT_BYTES,
     parts: Parts | None = None,
 ) -> LayoutCopy:
-    """Plan a copy of a worker's weights, or of some `parts`, on the same ranks; `divided`: the second model is
-    sharded.
-    """
+    """Plan a copy of a worker's weights, or of some `parts`, on the same ranks; `divided`: the copy is sharded."""
     # If each rank holds both models in full, no communication is needed.
     meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
     return LayoutCopy(parts or worker.weights, target, meet, limit_bytes)
 
 
 class RoleCopy:
-    """A worker without an optimizer that receives another worker's weights on the same ranks; their layouts may
-    differ.
-    """
+    """A worker without an optimizer that receives another worker's weights on the same ranks; in any layout."""
 
     def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
         """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
@@ -53,9 +49,7 @@ class RoleCopy:
         self._weight_updates = source.weight_updates
 
     def refresh(self) -> TransferVolume | None:
-        """Copy the source's weights if they have changed, otherwise return None; all ranks call this at the same
-        time.
-        """
+        """Copy the source's weights if they have changed, otherwise return None; all ranks call this together."""
         if self._weight_updates == self.source.weight_updates:
             return None
         self._weight_updates = self.source.weight_updates

@@ -171,17 +171,13 @@ class RoleWorker(ShardedBackend):
         self.offloadable = offloadable
 
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left
-        `on_meta`.
-        """
+        """Load this role's kind of model from a Hugging Face directory, on the CPU, or with parameters `on_meta`."""
         if self.is_scalar:
             return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
         return load_decoder(folder, self.dtype, on_meta=on_meta)
 
     def routing(self, packed: Packed, is_watched: bool, records: bool = False) -> Routing | None:
-        """Return the routing of a forward pass that replays or records routes, or whose routers are watched, otherwise
-        None.
-        """
+        """Return the routing of a forward pass that replays, records or watches routes, otherwise None."""
         routes = packed.per_token.get(ROUTED_EXPERTS)
         mesh = self.ranks.mesh["tensor"] if self.ranks.mesh is not None and self.ranks.layout.tensor > 1 else None
         recording: dict[str, Any] = {"keeps_logits": is_watched, "tokens": len(packed.input_ids), "mesh": mesh}
@@ -312,9 +308,7 @@ class RoleWorker(ShardedBackend):
 
     @torch.no_grad()
     def _forward(self, name: str, rows: Rows, advance: Advance | None, records: bool = False) -> tuple[Ragged, Ragged]:
-        """Return `forward`'s values, and with `records` the experts of all tokens except each row's last, otherwise no
-        rows.
-        """
+        """Return `forward`'s values, and with `records` the experts of all tokens but each row's last, else no rows."""
         rows, rows_of_rank = self.ranks.gather_rows(rows)
         batches = self.micro_batches(rows, may_share=not records)
         offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
@@ -524,9 +518,7 @@ class RoleWorker(ShardedBackend):
         (folder / checkpoint.DIGESTS).write_text(json.dumps(digests))
 
     def changing_parts(self) -> dict[str, WeightPart]:
-        """Return, by name, this rank's parts of all tensors that training changes: weights, and the optimizer's
-        state.
-        """
+        """Return, by name, this rank's parts of all tensors that training changes: weights and optimizer state."""
         self.ranks.reshard(self.model)
         weights = dict(self.model.named_parameters()) if self.lora else self.model.state_dict(keep_vars=True)
         tensors = {f"model.{name}": t for name, t in (lora.adapters_of(weights) if self.lora else weights).items()}
@@ -645,8 +637,6 @@ def make_worker(
 
 
 def torch_worker(worker: TrainingBackend) -> RoleWorker:
-    """Return the worker as a `RoleWorker`; only the built-in backend supports offloading, sharded generation and
-    copies.
-    """
+    """Return the worker as a `RoleWorker`; only the built-in backend can offload, generate sharded and copy."""
     assert isinstance(worker, RoleWorker), f"check_backends lets {worker.role} have no other here"
     return worker
