@@ -5,12 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from braidrl.config.section import (
-    MOST_PROCESSES,
-    MOST_ROWS,
-    MOST_S,
-    SandboxConfig,
-)
+from braidrl.config.section import MOST_PROCESSES, MOST_ROWS, MOST_S, SandboxConfig
 
 LIBRARIES = ("agent", "gem", "harbor", "mcp", "openenv", "textarena", "verifiers")
 """Keys of `rollout.environment` that name an environment of a library, or an agent."""

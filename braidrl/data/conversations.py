@@ -7,18 +7,9 @@ a JSON text     ─┘
 
 from typing import Any
 
-from braidrl.data.chat import (
-    ChatMessage,
-    is_trained,
-    normal_message,
-)
-from braidrl.data.images import (
-    IMAGE,
-)
-from braidrl.data.records import (
-    Record,
-    kind_of,
-)
+from braidrl.data.chat import ChatMessage, is_trained, normal_message
+from braidrl.data.images import IMAGE
+from braidrl.data.records import Record, kind_of
 from braidrl.errors import UserError, located, suggest
 from braidrl.parsing import parse_json
 

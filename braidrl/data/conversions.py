@@ -16,15 +16,7 @@ CONVERSIONS = PluginRegistry(
     "data conversion",
     {
         name: f"braidrl.data.conversions:{name}"
-        for name in (
-            "gsm8k",
-            "math",
-            "dapo_math_17k",
-            "deepscaler",
-            "aime",
-            "hh",
-            "ultrafeedback",
-        )
+        for name in ("gsm8k", "math", "dapo_math_17k", "deepscaler", "aime", "hh", "ultrafeedback")
     },
 )
 

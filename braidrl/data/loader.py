@@ -145,11 +145,7 @@ class PromptLoader(Admissions):
     """
 
     def __init__(
-        self,
-        sources: Sequence[LoadedSource],
-        seed: int = 0,
-        shuffle: bool = True,
-        curriculum: Curriculum | None = None,
+        self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True, curriculum: Curriculum | None = None
     ) -> None:
         """Start at the first admission. Raises UserError if there is no source or an empty one."""
         self.sources = list(sources)

@@ -22,12 +22,7 @@ from typing import Any
 
 from braidrl.config import SourceConfig
 from braidrl.config.paths import check_source
-from braidrl.data.chat import (
-    TRAINED,
-    is_trained,
-    template_arguments,
-    tools_of,
-)
+from braidrl.data.chat import TRAINED, is_trained, template_arguments, tools_of
 from braidrl.data.conversations import ROLES, Prompt, Response, check_messages, check_response, is_answer, messages_in
 from braidrl.data.conversions import CONVERSIONS, UNIQUE
 from braidrl.data.images import (

@@ -275,10 +275,7 @@ def write_part(
         if full := no_room(error):
             key = "data.cache" if folder.parent == data.cache.expanduser() else "TMPDIR"
             lacks = f"the tokenised data of {reading.source.path} cannot be written: {full}"
-            return {
-                "refused": f"{folder.parent}: {lacks}, or set {key} to another folder",
-                "batch": sys.maxsize,
-            }
+            return {"refused": f"{folder.parent}: {lacks}, or set {key} to another folder", "batch": sys.maxsize}
         raise
     finally:
         unfinished.unlink(missing_ok=True)

@@ -246,14 +246,7 @@ def infer_work(
 
 
 def generate_work(
-    shape: Shape,
-    tensor: int,
-    replicas: int,
-    lengths: Lengths,
-    slots: int,
-    samples: int,
-    node: int,
-    multiple: int = 1,
+    shape: Shape, tensor: int, replicas: int, lengths: Lengths, slots: int, samples: int, node: int, multiple: int = 1
 ) -> tuple[Work, Work]:
     """Return the work of one rank in generation: (prefill, decode).
 

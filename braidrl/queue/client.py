@@ -336,11 +336,7 @@ def write_columns(data: DataPlane, columns: Mapping[str, Column]) -> StoredRows:
 
 
 def assembled(
-    data: DataPlane,
-    inline: Rows,
-    payload: Sequence[TablePiece],
-    size: int,
-    requested: Sequence[int] | None = None,
+    data: DataPlane, inline: Rows, payload: Sequence[TablePiece], size: int, requested: Sequence[int] | None = None
 ) -> Rows:
     """Return rows with columns read from their blocks.
 

@@ -116,11 +116,7 @@ class TestNames(dict[str, Any]):
         self.ask, self.entry, self.asserted, self.foreign = ask, entry, 0, False
         self.subjects, values = named_under_test(imports.tree, entry, imports.names)
         self.pytest = Pytest()
-        builtin = {
-            "__import__": self.imported,
-            "isinstance": self.is_instance,
-            "issubclass": self.is_subclass,
-        }
+        builtin = {"__import__": self.imported, "isinstance": self.is_instance, "issubclass": self.is_subclass}
         self.update(values, __name__=MODULE, __builtins__=vars(builtins) | builtin)
         self.update({COUNT: self.count, IS: self.same, TYPE: self.type_of})
 

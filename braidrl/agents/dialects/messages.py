@@ -106,10 +106,7 @@ def read_turn(blocks: Sequence[Json]) -> ChatMessage:
     return (
         {"role": "assistant", "content": text or None, "tool_calls": calls}
         if calls
-        else {
-            "role": "assistant",
-            "content": text,
-        }
+        else {"role": "assistant", "content": text}
     )
 
 
@@ -140,12 +137,7 @@ def blocks_of(reply: TurnReply) -> list[dict[str, Any]]:
 
 def tool_use(call: Json) -> dict[str, Any]:
     function = call["function"]
-    return {
-        "type": "tool_use",
-        "id": call["id"],
-        "name": function["name"],
-        "input": json.loads(function["arguments"]),
-    }
+    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
 
 
 def ending(reply: TurnReply) -> dict[str, Any]:

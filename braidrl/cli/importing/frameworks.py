@@ -11,9 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from braidrl.cli.import_scripts import (
-    COMMAND_LINE,
-)
+from braidrl.cli.import_scripts import COMMAND_LINE
 from braidrl.cli.importing.algorithm_rules import loss_alone
 from braidrl.cli.importing.areal_rules import finish_areal
 from braidrl.cli.importing.data_rules import reward_model, rewards_by_source, solutions
@@ -149,12 +147,7 @@ FRAMEWORKS = {
             flow=verl_flow,
             finish=finish_verl,
         ),
-        Framework(
-            "OpenRLHF",
-            re.compile(r"openrlhf[\w./]*train_\w+(?:\.py)?$"),
-            flow=openrlhf_flow,
-            finish=loss_alone,
-        ),
+        Framework("OpenRLHF", re.compile(r"openrlhf[\w./]*train_\w+(?:\.py)?$"), flow=openrlhf_flow, finish=loss_alone),
         Framework(
             "slime",
             re.compile(r"(?:^|/)train(?:_async)?\.py$"),

@@ -117,10 +117,7 @@ RULES: dict[str, Rule] = {
         {"algorithm.clip_low": float(value[0]), "algorithm.clip_high": float(value[1])}
     ),
     "loss": loss,
-    "entry": lambda imported, value, to: {
-        **imported.converted.get(to, {}),
-        imported.key.rpartition(".")[2]: value,
-    },
+    "entry": lambda imported, value, to: {**imported.converted.get(to, {}), imported.key.rpartition(".")[2]: value},
     "covariance": covariance,
     "loss_kl": loss_kl,
     "trl_loss": trl_loss,

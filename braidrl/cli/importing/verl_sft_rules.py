@@ -34,8 +34,4 @@ def finish_verl_sft(imported: Imported) -> None:
     imported.converted["rollout.samples_per_prompt"] = 1
 
 
-VERL_SFT_RULES: dict[str, Rule] = {
-    "nested_field": nested_field,
-    "processes": processes,
-    "verl_sft_lora": verl_sft_lora,
-}
+VERL_SFT_RULES: dict[str, Rule] = {"nested_field": nested_field, "processes": processes, "verl_sft_lora": verl_sft_lora}

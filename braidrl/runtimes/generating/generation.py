@@ -13,13 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from braidrl.agents.trajectory import (
-    Limits,
-    Trajectory,
-    response_columns,
-    trajectory_columns,
-    with_oldest_version,
-)
+from braidrl.agents.trajectory import Limits, Trajectory, response_columns, trajectory_columns, with_oldest_version
 from braidrl.agents.turns import EnvironmentFailed
 from braidrl.algorithms.policy_metrics import reflection_counts
 from braidrl.algorithms.ragged import Ragged

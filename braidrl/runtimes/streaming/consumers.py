@@ -199,10 +199,7 @@ class Consumers:
             early = [
                 s.name for s in flow.stages if self._home[s.name] not in (None, stage.name) and s.kind is not Kind.TRAIN
             ]
-            elsewhere = [
-                *early,
-                *(name for r, stages in needed.items() if r != role for name in stages),
-            ]
+            elsewhere = [*early, *(name for r, stages in needed.items() if r != role for name in stages)]
             if stage.name not in self._needed(elsewhere) and stage not in flow.sampling_segment:
                 self._home[stage.name] = f"train.{role}"
                 needed[role] = self._needed([*needed[role], stage.name], role)

@@ -34,13 +34,7 @@ from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.runtimes.streaming.groups import (
-    Group,
-    max_draining,
-    older_groups,
-    samplers_of,
-    worker_groups,
-)
+from braidrl.runtimes.streaming.groups import Group, max_draining, older_groups, samplers_of, worker_groups
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.resizing import answer_requests

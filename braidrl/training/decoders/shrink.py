@@ -16,14 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from braidrl.weights.model_files import auto_class
 
-LEFT_OUT = {
-    "quantization_config",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "model_type",
-}
+LEFT_OUT = {"quantization_config", "auto_map", "dtype", "torch_dtype", "transformers_version", "model_type"}
 VOCABULARY = 96
 UNPADDED = VOCABULARY - 2
 """Outputs of a model whose output layer is narrower than its embedding; special tokens are below."""

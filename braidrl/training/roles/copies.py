@@ -24,11 +24,7 @@ from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
 
 
 def copy_within(
-    worker: ShardedBackend,
-    target: Parts,
-    divided: bool,
-    limit_bytes: int = LIMIT_BYTES,
-    parts: Parts | None = None,
+    worker: ShardedBackend, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES, parts: Parts | None = None
 ) -> LayoutCopy:
     """Plan a copy of a worker's weights, or of some `parts`, on the same ranks; `divided`: the copy is sharded."""
     # If each rank holds both models in full, no communication is needed.
