@@ -1,4 +1,4 @@
-"""What a run writes for people: metrics, trackers and the report.
+"""The records of a run for people: metrics, trackers and the report.
 
 step ─metrics─▶ metrics.jsonl, trackers ─▶ report.html
 """

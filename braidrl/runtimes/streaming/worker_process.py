@@ -1,4 +1,4 @@
-"""What a worker process of a streaming run does, from its start to the end of the run.
+"""The process of a worker of a streaming run, from its start to the end of the run.
 
 arguments of `Processes` ─▶ model, executor, connection to the queue ─▶ generate, compute or model loop, until the run
     ends
