@@ -118,9 +118,7 @@ FULL = {
 
 
 def no_room(error: BaseException, run: Path | str = "") -> str:
-    """Return a message for an error caused by a full disk or a quota, with `run` to resume; empty text for other
-    errors.
-    """
+    """Return a message for an error of a full disk or quota, with `run` to resume; empty text for other errors."""
     for cause in causes(error):
         # The text of `shutil.copytree` is a list of (source, target, error).
         text = cause.args[0][0][2] if isinstance(cause, shutil.Error) else first_line(cause)

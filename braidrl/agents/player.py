@@ -115,9 +115,7 @@ class Player(ABC):
 
 @dataclass
 class AgentPlayer(Player):
-    """A player that runs an `async def agent(base_url, example) -> float` per row; `limits.timeout_s` limits the whole
-    trajectory.
-    """
+    """A player that runs an `async def agent(base_url, example) -> float` per row; with `limits.timeout_s` for all."""
 
     endpoint: "Endpoint"
     agent: Callable[..., Any]

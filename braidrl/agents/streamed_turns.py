@@ -17,9 +17,7 @@ UNFINISHED = "\ufffd"
 
 
 class TurnStream:
-    """A turn that is streamed to its client while it is generated: its tokens, and the pieces of their text that may be
-    sent.
-    """
+    """A turn streamed to its client while generated: its tokens, and the pieces of their text that may be sent."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self.name, self.context, self.opened, self.pieces = "", 0, False, list[str]()

@@ -360,9 +360,7 @@ def generated_columns(
     reasons: Sequence[FinishReason],
     columns: Sequence[str],
 ) -> dict[str, Column]:
-    """Return the columns `tokens` to `version` of a generate stage; `version` is the oldest of the action tokens, 0
-    without any.
-    """
+    """Return the columns `tokens` to `version` of a generate stage; `version` is the oldest action token's, or 0."""
     returned = dict[str, Ragged]()
     for column in returned_columns(columns):
         # A row without generated tokens may lack a column.

@@ -73,9 +73,7 @@ def has_bfloat16() -> bool:
 
 
 def device_count(name: str) -> int | None:
-    """Return the number of CUDA devices that this process sees, or that are planned; None if the configured `device` is
-    not CUDA.
-    """
+    """Return the number of CUDA devices that this process sees, or that are planned; None if `device` is not CUDA."""
     import torch
 
     if choose_device(name).type != "cuda":

@@ -217,9 +217,7 @@ class Launcher(Protocol):
         return self.node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        """Construct `service(node, ip, *arguments)` on every other reserved node, until `close`; return their
-        `place()`s.
-        """
+        """Make `service(node, ip, *arguments)` on every other reserved node, until `close`; return their `place()`s."""
         return []
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:

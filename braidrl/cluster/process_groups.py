@@ -29,9 +29,7 @@ from braidrl.errors import LostPeers, UserError
 
 CONNECT_S = 5.0
 LAZY, LAZY_FROM, GROUPS_OF_A_RANK = "TORCH_GLOO_LAZY_INIT", 64, 8
-"""Gloo's setting to connect ranks late, the ranks from which it is set, and how many groups of all ranks a rank may be
-in.
-"""
+"""Gloo's setting to connect ranks late, the ranks from which it is set, and the number of groups of all ranks."""
 MOST_FILES = 1 << 20
 DROP_EVERY_S, ALONE = 0.02, 2
 """Seconds between two looks at groups that are not used any more, and the references to one in a list alone."""

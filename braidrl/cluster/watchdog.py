@@ -40,9 +40,7 @@ If one dies, Ray ends the waiting program without a line, at once or after a min
 
 
 def heartbeat_limit(silence_s: float) -> float:
-    """Return the seconds without a heartbeat before a process is killed; a process stopped by a signal is reported
-    earlier.
-    """
+    """Return the seconds without a heartbeat before a process is killed; a stopped process is reported earlier."""
     return 1.25 * silence_s + 2 * BEAT_S
 
 
@@ -54,9 +52,7 @@ def named(name: str) -> None:
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:
-    """Make a process of this run dump its stacks into the run's folder, and stop it; return the text that names the
-    file.
-    """
+    """Make a process of this run dump its stacks into the run's folder, and stop it; return text naming the file."""
     with contextlib.suppress(OSError):
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
         if held is None:

@@ -30,9 +30,7 @@ SHAREGPT = {
 
 
 def sharegpt_message(message: Record) -> ChatMessage:
-    """Return a message {from, value} as {role, content}. Raises UserError for an unknown role, and a call that is not
-    JSON.
-    """
+    """Return a message {from, value} as {role, content}. Raises UserError for unknown roles and calls without JSON."""
     speaker, content = message["from"], message.get("value")
     if speaker not in SHAREGPT:
         raise UserError(

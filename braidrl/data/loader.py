@@ -140,9 +140,7 @@ class Admissions:
 
 
 class PromptLoader(Admissions):
-    """A loader that draws prompts from sources in proportion to their weights, and shuffles each source again in each
-    of its epochs.
-    """
+    """A loader that draws prompts from sources in proportion to their weights, shuffled anew in each epoch."""
 
     def __init__(
         self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True, curriculum: Curriculum | None = None

@@ -70,9 +70,7 @@ def object_of(path: Path, number: int, value: Any) -> Record:
 
 
 def parsed(where: str, raw: bytes, most_bytes: int, hint: str = "") -> Any:
-    """Return the JSON value. Raises UserError, with the location and a hint, for other text and for values too long or
-    too deep.
-    """
+    """Return the JSON value. Raises UserError, with location and hint, for other text, or too long or deep."""
     try:
         return parse_json(raw, most_bytes, refuse_surrogates=False)  # `as_json` makes characters whole
     except ValueError as error:

@@ -308,9 +308,7 @@ def unread_by(template: PromptTemplate, example: Example, tried: set[tuple[str, 
 
 
 def unwritten(messages: Any, text: str) -> Iterator[str]:
-    """Yield a note for each message whose content a rendered text lacks, such as one of a role that the template does
-    not know.
-    """
+    """Yield a note for each message whose content a rendered text lacks, such as of a role unknown to the template."""
     bare = "".join(text.split())
     for message in messages if isinstance(messages, list) else ():
         content, is_answer = message.get("content"), message["role"] == "assistant"

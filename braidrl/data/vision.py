@@ -136,9 +136,7 @@ class Vision:
         return [*expanded, *ids[done:]], spans
 
     def collapse(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> list[int]:
-        """Replace each image's tokens by one placeholder, the inverse of `expand`, for engines that expand placeholders
-        themselves.
-        """
+        """Replace each image's tokens by one placeholder, the inverse of `expand`, for engines that expand them."""
         collapsed, done = list[int](), 0
         for span in spans:
             collapsed += [*ids[done : span.start], self.placeholder_token]

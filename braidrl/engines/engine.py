@@ -187,9 +187,7 @@ class Engine(Protocol):
         """
 
     async def abort(self, uid: Uid) -> None:
-        """End a row immediately: its `submit` returns the tokens drawn so far. Raises KeyError if the row is not in
-        flight.
-        """
+        """End a row immediately: `submit` returns its tokens so far. Raises KeyError if the row is not in flight."""
 
 
 class ServedEngine(Engine, Protocol):

@@ -74,9 +74,7 @@ class EngineCall(msgspec.Struct, omit_defaults=True):
 
 
 class EngineReply(msgspec.Struct, omit_defaults=True):
-    """The result or error of a call, or a token of a followed row; without an `id` a heartbeat while rows are
-    generated.
-    """
+    """The result or error of a call, or a token of a followed row; without `id` a heartbeat during generation."""
 
     id: int | None = None
     result: Response | int | None = None
@@ -123,9 +121,7 @@ class EngineProcess:
         limit_s: float = 600.0,
         spanning: SpanningEngine | None = None,
     ) -> None:
-        """Describe the process, with `spanning` this node's part of an engine; `python` is an interpreter with the
-        engine's packages.
-        """
+        """Describe the process, with `spanning` this node's part of an engine; `python` has the engine's packages."""
         self.spec, self.name, self.limit_s, self.spanning = spec, name, limit_s, spanning
         self._led = spanning if spanning is not None and spanning.part.node == 0 else None
         """The engine over several nodes that this process schedules."""

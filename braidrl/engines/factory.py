@@ -183,9 +183,7 @@ async def follow_engines(role: str, ranks: DataParallel, deployment: Deployment)
 
 
 def publisher_of(worker: TrainingBackend, engine: RoleEngine, deployment: Deployment) -> Publisher:
-    """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call
-    this together.
-    """
+    """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate call this."""
     shared = isinstance(engine, EmbeddedEngine) and (engine.model is worker.shared_model or engine.adapters is not None)
     if not isinstance(worker, ShardedBackend):
         # A user's backend without an index of its weights: every full tensor by its name.
@@ -222,9 +220,7 @@ def offering_address(config: Config) -> str:
 
 
 def adapters_sent(worker: TrainingBackend | None, config: Config) -> LoraConfig | None:
-    """Return the adapters if only they are sent to vLLM, which reads the base weights from disk; None if merged weights
-    are sent.
-    """
+    """Return the adapters if only they are sent to vLLM, which reads the base weights from disk; None if merged."""
     lora = worker.lora if isinstance(worker, RoleWorker) else None
     if lora is None or config.rollout.engine != "vllm":
         return None

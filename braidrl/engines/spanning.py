@@ -75,9 +75,7 @@ class SpanningEngine:
 
 @dataclass(frozen=True)
 class OneOf(DataParallel):
-    """One of several independent workers that generate for a role; its engines may span several nodes, with a process
-    on each.
-    """
+    """One of several workers that generate for a role; an engine may span several nodes, a process on each."""
 
     rank: int = 0
     size: int = 1

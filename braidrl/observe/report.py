@@ -339,9 +339,7 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
-    """Return a step's samples for trackers: the best and worst training row, and the first prompts of each set
-    evaluated then.
-    """
+    """Return a step's samples for trackers: the best and worst training row, and first prompts of evaluated sets."""
     samples: list[tuple[str, Sample]] = []
     if step in recorded_steps(run):
         samples += [("training", sample) for sample in best_and_worst(read_samples(run, step))]

@@ -110,9 +110,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, run: Path, port: int = 0) -> None:
-        """Index the run's rows and listen; port 0 takes a free one. Raises UserError without recordings, and for a port
-        in use.
-        """
+        """Index the run's rows and listen; port 0 takes a free one. Raises UserError if empty, or the port is used."""
         self.recordings = Recordings(run)
         self.recordings.index(self.recordings.first_set())
         self.page = files("braidrl.observe").joinpath("assets/rollouts.html").read_bytes()

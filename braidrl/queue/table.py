@@ -333,9 +333,7 @@ def indexed(shares: Mapping[str, Sequence[PartRows]]) -> Rows:
 def located(
     shares: Mapping[str, Sequence[PartRows]], names: Collection[str] | None, index: bool = False
 ) -> list[TablePiece]:
-    """Return the locations of columns of rows from the parts of each writer; `names` and `index` are as for
-    `Table.payload`.
-    """
+    """Return the locations of rows' columns in each writer's parts; `names` and `index` are as for `Table.payload`."""
     source = dict[str, str]()
     for writer, parts in shares.items():
         # All parts of a writer have the same columns.

@@ -166,9 +166,7 @@ class Peer:
         self.numbers, self.errors = dict[int, int](), dict[int, type[BaseException]]()
 
     def ask(self, verb: str, on: Any = None, name: str = "", *arguments: Any, **named: Any) -> Any:
-        """Send a request to the other process, serve its requests in the meantime, and return its answer or raise its
-        exception.
-        """
+        """Send a request to the other process, serve its requests meanwhile; return its answer, or raise."""
         changes = self.changes((*arguments, *named.values()))
         sent = [self.encoded(value) for value in arguments]
         by_name = {key: self.encoded(value) for key, value in named.items()}

@@ -211,9 +211,7 @@ class Batches:
 
 
 async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: float) -> tuple[dict[str, Any], int]:
-    """Return a service's answer, a JSON object, and the number of requests made. Raises Refused, or ConnectionError
-    after all retries.
-    """
+    """Return a service's answer, a JSON object, and the number of requests made. Raises Refused or ConnectionError."""
     # Imported here: other verifiers do not need it, and it is optional.
     from aiohttp import ClientError, ClientSession
 

@@ -175,9 +175,7 @@ def responses(
 
 
 def decoded(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-    """Return the text of each row of ids, as `tokenizer.decode` does: all rows in one call of the Rust library, where
-    that decodes.
-    """
+    """Return the text of each row of ids, as `tokenizer.decode` does: in one call of the Rust library, if it can."""
     from transformers import PreTrainedTokenizerFast  # Processes that only call verifiers do not need it.
 
     plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode

@@ -90,9 +90,7 @@ class Session(AbstractContextManager["Session"]):
         """The roles with gradients that wait for an optimizer step."""
 
     def __getattr__(self, role: str) -> "SessionRole":
-        """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the
-        flow has none.
-        """
+        """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError."""
         roles = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.deployment.roles)
         if role not in FAMILIES and role not in roles:
             raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, roles)))}")

@@ -267,9 +267,7 @@ class FailureWatch:
 
 
 def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
-    """Describe the most frequent failure if more than the share `most` of checks or trajectories failed; else return an
-    empty string.
-    """
+    """Describe the most frequent failure if more than the share `most` of checks or trajectories failed; else empty."""
     for name, what in zip(FAILED, ("checks", "trajectories"), strict=True):
         failed, total = sums.pairs().get(name, (0.0, 0.0))
         if total and failed / total > most:

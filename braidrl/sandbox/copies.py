@@ -242,9 +242,7 @@ class SandboxedCopies:
                 allow(listener, start)
 
     def _kill(self, copy: SandboxedCopy, failure: Message) -> None:
-        """Kill a copy and, through the first process of its namespace, all its descendants; pending and later starts
-        are refused.
-        """
+        """Kill a copy and, through the first process of its namespace, all its descendants; refuse later starts."""
         copy.failure = copy.failure or failure
         self._forget(copy.session.fileno())
         # First: a process whose start is refused must not see the error, and answer with it.

@@ -74,9 +74,7 @@ class HostSession:
         host.sessions.add(self)
 
     async def answer_to(self, request: bytes) -> Message:
-        """Return the answer, or a failure that ends the session; `again` in a failure means that the process was killed
-        from outside.
-        """
+        """Return the answer, or a failure that ends the session; `again` in it means killed from outside."""
         assert self.ready, "the last request has no answer"
         self.ready, host = False, self._host
         late: Message = {"failure": "timeout", "detail": f"no answer within {host.limits.seconds:g} s"}

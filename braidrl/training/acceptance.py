@@ -320,9 +320,7 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan, names: Collection[str] 
 
 @proof.quietly()
 def figures(world: World | None, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probs of all rows by number and the global gradient norm; all tokens except a row's first are
-    actions.
-    """
+    """Return the log-probs of all rows by number and the global gradient norm; all but first tokens are actions."""
     rows, folder, layout = [torch.tensor(row) for row in task["rows"]], task["folder"], task["layout"]
     torch.set_num_threads(1)
     rank, size = (world.rank, world.size) if world else (0, 1)

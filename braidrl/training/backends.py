@@ -125,9 +125,7 @@ class TrainingBackend(Protocol):
         """Return the transformers module that an engine of this process may share, or None if it needs a copy."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full tensor of the model by its name in the Hugging Face directory, a tied one under each of its
-        names.
-        """
+        """Yield every full tensor of the model by its name in the Hugging Face directory, tied ones by each name."""
 
     def load(self, folder: Path) -> None:
         """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""

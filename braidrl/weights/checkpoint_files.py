@@ -22,9 +22,7 @@ HEAD = "score.weight"
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a directory's safetensors files `stem*.safetensors`, by name. Raises UserError for a
-    damaged file.
-    """
+    """The tensors of a directory's safetensors files `stem*.safetensors`, by name. Raises UserError if damaged."""
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
         self._files: dict[str, Any] = {}

@@ -50,9 +50,7 @@ CONNECT_S = 60.0
 END_S = 2.0
 """Seconds that `close` waits for the sending thread."""
 JOINED = tuple[int, int, int]
-"""The number of the transfer that a request joined, the rank of its first receiver there, and the number of its
-processes.
-"""
+"""The number of a request's transfer, the rank of its first receiver there, and the number of its processes."""
 
 
 class TransferError(RuntimeError):

@@ -191,9 +191,7 @@ class WeightWriter:
             return WeightFile(path, cleanup.pop_all().close)
 
     def _create(self, cleanup: ExitStack, named: Path | None) -> Path:
-        """Create the file on each machine's leader, with its header and space for all tensors; return this machine's
-        path.
-        """
+        """Create the file on each machine's leader, with its header and space for all tensors; return the path here."""
         outcome, for_servers = dict[str, Any](), self.in_folder and self.adapter is None
         header = header_bytes(self.header)
         try:

@@ -29,9 +29,7 @@ TRANSPORTS = PluginRegistry(
 
 @dataclass
 class TransferVolume:
-    """Bytes that one rank sent, received and copied locally (`stayed`), its largest buffer (`peak`), rounds and
-    seconds.
-    """
+    """Bytes that a rank sent, received and copied (`stayed`), its largest buffer (`peak`), rounds and seconds."""
 
     sent: int = 0
     received: int = 0

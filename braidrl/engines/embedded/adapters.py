@@ -80,9 +80,7 @@ class PolicyAdapters:
         self.changes += 1
 
     def take(self, weights: PolicyWeights) -> None:
-        """Copy the adapters of a policy that another process trains. Raises ValueError if they belong to another
-        model.
-        """
+        """Copy the adapters of a policy that another process trains. Raises ValueError if of another model."""
         assert isinstance(weights.source, WeightFile | OfferedWeights)
         weights.source.put_into(adapter_parts(self.trained[weights.role]))
 

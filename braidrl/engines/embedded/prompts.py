@@ -48,9 +48,7 @@ def adapted(
 
 @dataclass
 class Prompts:
-    """The prompts of waiting rows, by their `prompt_key`: each is computed once for all rows that start with it, also
-    across groups.
-    """
+    """The prompts of waiting rows, by their `prompt_key`: each is computed once for all its rows, of any group."""
 
     prefixes: dict[bytes, Prefix] = field(default_factory=dict)
     """Keys and values of each computed prompt, except its last token; kept until the last of its rows has a slot."""

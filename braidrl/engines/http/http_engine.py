@@ -257,9 +257,7 @@ class HttpEngine:
         return tokens, values
 
     def _count_unfinished(self, uid: Uid, reason: str) -> NoReturn:
-        """Raise EngineError with the reason why a row did not end, so that it is requested again; UserError after the
-        last attempt.
-        """
+        """Raise EngineError with why a row did not end, to request it again; UserError after the last attempt."""
         self._unfinished[uid] += 1
         if self._unfinished[uid] == MOST_UNFINISHED:
             raise UserError(f"rollout.servers: {reason}, {MOST_UNFINISHED} times; name another server")

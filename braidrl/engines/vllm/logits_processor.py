@@ -102,9 +102,7 @@ class DrawByRow(LogitsProcessor):
         return tokens, log_probs
 
     def take_values(self, rows: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """Return the columns of rows, (T, ...) on the CPU by row and column, and forget them; a row without tokens has
-        none.
-        """
+        """Return the columns of rows, (T, ...) on the CPU by row and column, and forget them; none without tokens."""
         by_row = {row: self._values.pop(row) for row in rows if row in self._values}
         return {
             row: {name: torch.stack([drawn[n][name] for n in sorted(drawn)]).cpu() for name in drawn[min(drawn)]}

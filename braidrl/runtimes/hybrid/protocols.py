@@ -55,9 +55,7 @@ class DivisibleTable(RowTable, Protocol):
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """A name, and two functions of the mesh: the arguments of each rank, and the joined results of the called ranks, in
-    their order.
-    """
+    """A name, and two functions of the mesh: the arguments of each rank, and the joined results of called ranks."""
 
     name: str
     distribute: Callable[..., RankCalls]

@@ -96,9 +96,7 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
 
 
 def with_images(flow: Flow, config: Config) -> Flow:
-    """Return the flow of a model that takes images: its models read the columns of images, and environments write
-    them too.
-    """
+    """Return the flow of a model that takes images: models read the columns of images, environments write them."""
     if not has_image_processor(config.model):
         return flow
     # Imported here: the flow of a model that takes no images needs no torch.

@@ -275,9 +275,7 @@ class RankBackend:
         return self.store.row_texts(table.rows)
 
     def record(self, path: Path, table: Shard, final: Shard) -> None:
-        """Write this rank's rows to a file; one rank per machine merges the files of its ranks, so that no rank holds
-        all rows.
-        """
+        """Write this rank's rows to a file; a rank per machine merges its files; no rank holds all rows."""
         self.world.at(f"writing {path.name}")
         rank, part = self.world.rank, part_path(path, self.world.rank)
         for left in [part, *path.parent.glob(part_path(path, 0).name[:-1] + "*")] if self.world.first else [part]:

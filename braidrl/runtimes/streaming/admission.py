@@ -333,9 +333,7 @@ class GroupAdmission:
             self.tasks[name].move(self.rows_of[group], Bucket(iteration, state))
 
     def _assign(self) -> None:
-        """Assign undecided groups to the open batch as far as needed, others to later batches; hold back groups without
-        a slot.
-        """
+        """Assign undecided groups to the open batch as needed, others to later ones; hold back those without a slot."""
         if self.sizes.older_groups is None or not self.is_open:
             return
         needed = self.sampling.under_way() if self.lookahead > 1 else len(self.sampling.pending)

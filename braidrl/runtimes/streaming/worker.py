@@ -332,9 +332,7 @@ class StageLoop:
             self._report_batch(self.trainer)
 
     def _copy_weights(self, stage: Stage, work: Step) -> dict[str, Any]:
-        """Move the role's weights towards another role's published weights, as its EMA or as a copy; return the report
-        of the stage.
-        """
+        """Move the role's weights towards another role's published weights, as its EMA or a copy; return the report."""
         self.state.keep(work.iteration - 1)
         worker, source = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
         with self.context.trace.busy(stage.name, work.iteration, (), work.iteration - 1) as span:

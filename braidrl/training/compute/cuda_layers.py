@@ -143,8 +143,6 @@ def forward_of(kind: Any, kernels: LayerKernels) -> Any:
 
 
 def fits(kernels: LayerKernels, *tensors: Tensor) -> bool:
-    """Return True if all are plain tensors on the kernels' device in one supported dtype; not DTensors or pending
-    collectives.
-    """
+    """Return True if all are plain tensors on the kernels' device in a supported dtype; no DTensors or collectives."""
     plain = all(not isinstance(t, NOT_PLAIN) and t.device.type == kernels.device for t in tensors)
     return plain and tensors[0].dtype in DTYPES and len({tensor.dtype for tensor in tensors}) == 1

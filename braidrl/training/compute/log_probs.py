@@ -35,9 +35,7 @@ class ChunkKernels(NamedTuple):
 
 
 def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs at the targets (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in
-    float32.
-    """
+    """Return log-probs at the targets (C,), log Σ exp of logits (C, V) over temperature, entropies, in float32."""
     scaled = logits.float() / temperature
     log_sum = scaled.logsumexp(-1)
     log_softmax = scaled - log_sum[:, None]

@@ -131,9 +131,7 @@ class EmptyModule(nn.Module):
 
 
 class Received(PassThrough):
-    """A placeholder for the layer before a rank's first: it returns the previous rank's output in place of the embedded
-    tokens.
-    """
+    """A placeholder for the layer before a rank's first: it returns the previous rank's output as embeddings."""
 
     hidden: Tensor
 
