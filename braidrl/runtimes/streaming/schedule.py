@@ -1,9 +1,9 @@
 """The decisions of the streaming runtime as one state machine: admission, leases, steps, publications. No clock, no
 socket, no payload.
 
-    groups_wanted ─▶ admit ─▶ [rows of each consumer: ready, leased, done] ◀─ take, complete ─ workers
-          ▲                        │ verdicts on complete groups ─▶ close: the batch is known
-          └── published ◀── due_publication ◀── trainers: may_step, stepped, all rows done
+    GroupAdmission: groups_wanted ─▶ admit ─▶ [rows of each consumer: ready, leased, done] ◀─ take, done ─ workers
+          ▲                                         │ judged: verdicts on complete groups ─▶ close: the batch is known
+          └── publish ◀── TrainingProgress: may_step, stepped, due_publication ◀── all rows done
 
 The runtime and the simulator drive the same object; time is an argument.
 """
