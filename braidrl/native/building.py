@@ -71,7 +71,11 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
         "gate_forward": [None, *[POINTER] * 3, *[LONG] * 3, INT],
         "gate_backward": [None, *[POINTER] * 5, *[LONG] * 3, INT],
     },
-    "products": {"pack": [None, *[POINTER] * 2, *[LONG] * 2, INT], "product": [INT, *[POINTER] * 5, *[LONG] * 3, INT]},
+    "products": {
+        "pack": [None, *[POINTER] * 2, *[LONG] * 2, INT],
+        "product": [INT, *[POINTER] * 5, *[LONG] * 3, INT],
+        "mixture": [INT, *[POINTER] * 8, *[LONG] * 5, INT],
+    },
 }
 """The C functions of each source, each with the types of its result and of its arguments."""
 logger = logging.getLogger(__name__)

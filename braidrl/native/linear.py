@@ -85,12 +85,14 @@ def packed_bytes(weights: Sequence[Tensor]) -> int:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """Return a weight (N, K) in the order that `row_product` reads, float32, with N rounded up to whole panels."""
-    panels = torch.empty(panels_size(weight))
-    columns, inner = weight.shape
-    library("products", weight.dtype).pack(
-        address(weight, weight.dtype), address(panels, torch.float32), inner, columns, torch.get_num_threads()
-    )
+    """Return a weight (N, K), or a stack of them (E, N, K), in the order that `row_product` and `gated_experts` read:
+    float32, with N rounded up to whole panels, (..., panels).
+    """
+    panels = torch.empty((*weight.shape[:-2], panels_size(weight)))
+    columns, inner = weight.shape[-2:]
+    pack = library("products", weight.dtype).pack
+    for matrix, part in zip(weight.view(-1, columns, inner), panels.view(-1, panels.shape[-1]), strict=True):
+        pack(address(matrix, weight.dtype), address(part, torch.float32), inner, columns, torch.get_num_threads())
     return panels
 
 
@@ -115,6 +117,39 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, panels: T
     )
     if not done:
         raise MemoryError("no memory for the result of a product")
+    return out
+
+
+def gated_experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    panels: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Tensor:
+    """Return the sums (T, D) over the experts `chosen` (T, K) int64 of each token x (T, D), times `weights` (T, K), of
+    down(silu(gate(x)) · up(x)), without gradients.
+
+    The experts are stacks (E, 2 I, D) and (E, D, I); their `panels` are as in `row_product`. A token has the same bits
+    among any others. Raises MemoryError.
+    """
+    dtype, out = x.dtype, torch.empty_like(x)
+    done = library("products", dtype).mixture(
+        address(x, dtype),
+        address(chosen, torch.int64),
+        address(weights, dtype),
+        address(gate_up, dtype),
+        None if panels[0] is None else address(panels[0], torch.float32),
+        address(down, dtype),
+        None if panels[1] is None else address(panels[1], torch.float32),
+        address(out, dtype),
+        *chosen.shape,
+        *down.shape,
+        torch.get_num_threads(),
+    )
+    if not done:
+        raise MemoryError("no memory for the results of experts")
     return out
 
 

@@ -131,42 +131,124 @@ static void multiply(const float *x, const float *panels, const number *bias, nu
     }
 }
 
-/* x (rows, inner), bias (columns) or NULL, out (rows, columns), and a weight (columns, inner) or its panels; the other one is NULL.
-   Returns 0 without memory. */
-int product(const number *x, const number *weight, const float *packed, const number *bias, number *out, int64_t rows,
-            int64_t inner, int64_t columns, int threads) {
-    int64_t all = (columns + WIDTH - 1) / WIDTH, tiles = (rows + ROWS - 1) / ROWS;
-    int high = rows ? (int)((rows + tiles - 1) / tiles) : 1, group = panels_of(high);
-    int is_wide = sizeof(number) == sizeof(float);
-    size_t of_thread = (size_t)group * inner * WIDTH;
-    float *left = is_wide ? (float *)x : malloc(sizeof(float) * (size_t)(rows * inner + 1));
-    float *memory = packed ? NULL : malloc(sizeof(float) * (of_thread * threads + 1));
-    if (!left || (!packed && !memory)) {
-        if (!is_wide) free(left);
-        free(memory);
-        return 0;
-    }
-    for (int64_t i = 0; !is_wide && i < rows * inner; i++) left[i] = load(x[i]);
-    threads = threads_for(rows * inner * columns / 50 + (packed ? 0 : inner * columns / 10), threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
+/* Rows of a tile: equal shares of the rows, so that the last tile is not low. */
+static inline int height_of(int64_t rows) {
+    int64_t tiles = (rows + ROWS - 1) / ROWS;
+    return rows ? (int)((rows + tiles - 1) / tiles) : 1;
+}
+
+/* `product` by the threads of the team that calls it together, which do not wait for each other at the end. `memory` of each
+   thread has room for PANELS panels; it is unused where the weight is packed. */
+static void product_by_team(const float *x, const number *weight, const float *packed, float *memory, const number *bias,
+                            number *out, int64_t rows, int64_t inner, int64_t columns) {
+    int64_t all = rows ? (columns + WIDTH - 1) / WIDTH : 0;
+    int high = height_of(rows), group = panels_of(high);
+#pragma omp for schedule(static) nowait
     for (int64_t j = 0; j < (all + group - 1) / group; j++) {
         int64_t first = j * group;
         int wide = all - first < group ? (int)(all - first) : group;
         const float *panels = packed + first * inner * WIDTH;
         if (!packed) {
-            float *mine = memory + of_thread * omp_get_thread_num();
             for (int64_t p = 0; p < wide; p++) {
                 int64_t column = (first + p) * WIDTH;
                 pack_panel(weight + column * inner, inner, columns - column < WIDTH ? (int)(columns - column) : WIDTH,
-                           mine + p * inner * WIDTH);
+                           memory + p * inner * WIDTH);
             }
-            panels = mine;
+            panels = memory;
         }
         for (int64_t r = 0; r < rows; r += high)
-            multiply(left + r * inner, panels, bias, out + r * columns, rows - r < high ? (int)(rows - r) : high, inner, wide,
+            multiply(x + r * inner, panels, bias, out + r * columns, rows - r < high ? (int)(rows - r) : high, inner, wide,
                      first * WIDTH, columns);
     }
+}
+
+/* x (rows, inner), bias (columns) or NULL, out (rows, columns), and a weight (columns, inner) or its panels; the other one is NULL.
+   Returns 0 without memory. */
+int product(const number *x, const number *weight, const float *packed, const number *bias, number *out, int64_t rows,
+            int64_t inner, int64_t columns, int threads) {
+    int is_wide = sizeof(number) == sizeof(float);
+    size_t of_thread = packed ? 0 : (size_t)PANELS * inner * WIDTH;
+    threads = threads_for(rows * inner * columns / 50 + (packed ? 0 : inner * columns / 10), threads);
+    float *left = is_wide ? (float *)x : malloc(sizeof(float) * (size_t)(rows * inner + 1));
+    float *memory = malloc(sizeof(float) * (of_thread * threads + 1));
+    if (left && memory) {
+        for (int64_t i = 0; !is_wide && i < rows * inner; i++) left[i] = load(x[i]);
+#pragma omp parallel num_threads(threads)
+        product_by_team(left, weight, packed, memory + of_thread * omp_get_thread_num(), bias, out, rows, inner, columns);
+    }
+    int done = left && memory;
     free(memory);
     if (!is_wide) free(left);
-    return 1;
+    return done;
+}
+
+/* Elements of a matrix (columns, inner) among the packed ones of a stack. */
+static inline int64_t packed_size(int64_t columns, int64_t inner) { return (columns + 15) / 16 * 16 * inner; }
+
+/* The rows token * active + k by expert in `order`, each row's position there, and where each expert's begin, (experts + 1). */
+static void sort_by_expert(const int64_t *chosen, int64_t rows, int64_t experts, int64_t *starts, int64_t *order,
+                           int64_t *positions) {
+    memset(starts, 0, sizeof(int64_t) * (size_t)(experts + 1));
+    for (int64_t r = 0; r < rows; r++) starts[chosen[r] + 1]++;
+    for (int64_t e = 0; e < experts; e++) starts[e + 1] += starts[e];
+    for (int64_t r = 0; r < rows; r++) order[positions[r] = starts[chosen[r]]++] = r;
+    for (int64_t e = experts; e > 0; e--) starts[e] = starts[e - 1];
+    starts[0] = 0;
+}
+
+/* out (tokens, width) = the sum over the experts `chosen` (tokens, active) of each token x (tokens, width), times `weights`
+   (tokens, active), of down (silu(gate x) * up x). The stacks gate_up (experts, 2 * inner, width) and down (experts, width, inner)
+   are given, or their panels. Results are added in the order of `chosen`. Returns 0 without memory. */
+int mixture(const number *x, const int64_t *chosen, const number *weights, const number *gate_up, const float *packed_gate_up,
+            const number *down, const float *packed_down, number *out, int64_t tokens, int64_t active, int64_t experts,
+            int64_t width, int64_t inner, int threads) {
+    int64_t rows = tokens * active, longest = width > inner ? width : inner;
+    size_t of_thread = packed_down ? 0 : (size_t)PANELS * longest * WIDTH;
+    threads = threads_for((rows * 2 + (packed_down ? 0 : experts * 10)) * width * inner * 3 / 100, threads);
+    int64_t *starts = malloc(sizeof(int64_t) * (size_t)(experts + 1 + 2 * rows));
+    float *left = malloc(sizeof(float) * ((size_t)(rows * longest) + of_thread * threads + 1));
+    number *results = malloc(sizeof(number) * (size_t)(rows * (2 * inner + width) + 1));
+    int done = starts && left && results;
+    if (done) {
+        int64_t *order = starts + experts + 1, *positions = order + rows;
+        number *both = results, *products = results + rows * 2 * inner;
+        sort_by_expert(chosen, rows, experts, starts, order, positions);
+#pragma omp parallel num_threads(threads)
+        {
+            float *memory = left + rows * longest + of_thread * omp_get_thread_num();
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t i = 0; i < width; i++) left[r * width + i] = load(x[order[r] / active * width + i]);
+            for (int64_t e = 0; e < experts; e++)
+                product_by_team(left + starts[e] * width, gate_up + e * 2 * inner * width,
+                                packed_gate_up ? packed_gate_up + e * packed_size(2 * inner, width) : NULL, memory, NULL,
+                                both + starts[e] * 2 * inner, starts[e + 1] - starts[e], width, 2 * inner);
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r++) {
+                const number *gate = both + r * 2 * inner, *up = gate + inner;
+                for (int64_t i = 0; i < inner; i++) {
+                    float g = load(gate[i]);
+                    left[r * inner + i] = load(store(g / (1.0f + exponential(-g)) * load(up[i])));
+                }
+            }
+            for (int64_t e = 0; e < experts; e++)
+                product_by_team(left + starts[e] * inner, down + e * width * inner,
+                                packed_down ? packed_down + e * packed_size(width, inner) : NULL, memory, NULL,
+                                products + starts[e] * width, starts[e + 1] - starts[e], inner, width);
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t t = 0; t < tokens; t++)
+                for (int64_t i = 0; i < width; i++) {
+                    float sum = 0;
+                    for (int64_t k = 0; k < active; k++)
+                        sum += load(weights[t * active + k]) * load(products[positions[t * active + k] * width + i]);
+                    out[t * width + i] = store(sum);
+                }
+        }
+    }
+    free(results);
+    free(left);
+    free(starts);
+    return done;
 }

@@ -1,11 +1,11 @@
-"""The product of rows with a weight gives each row the same bits in any number of rows, and torch's result."""
+"""Products of rows with a weight, and experts of tokens, have the same bits among any others, and torch's result."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from braidrl.native.linear import PACKED, packed, packed_bytes, row_product
+from braidrl.native.linear import PACKED, gated_experts, packed, packed_bytes, row_product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,6 +35,43 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype, inn
 def test_a_product_without_a_bias_equals_one_with_a_bias_of_zero() -> None:
     x, weight = torch.randn(3, 40), torch.randn(9, 40)
     assert torch.equal(row_product(x, weight), row_product(x, weight, torch.zeros(9)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "inner", "experts", "active"), [(48, 40, 5, 2), (300, 7, 9, 3), (16, 64, 3, 1)])
+def test_a_tokens_experts_have_the_same_bits_among_any_tokens(
+    dtype: torch.dtype, width: int, inner: int, experts: int, active: int
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(60, width, generator=generator).to(dtype)
+    gate_up = (torch.randn(experts, 2 * inner, width, generator=generator) / 8).to(dtype)
+    down = (torch.randn(experts, width, inner, generator=generator) / 8).to(dtype)
+    # No token has the last expert, and the second half of the tokens has the same ones.
+    chosen = torch.rand(60, max(experts - 1, active), generator=generator).topk(active).indices
+    chosen[30:] = chosen[30]
+    weights = torch.rand(60, active, generator=generator).to(dtype)
+    together = gated_experts(x, chosen, weights, gate_up, down)
+    expected = torch.zeros(60, width, dtype=torch.float64)
+    for token in range(60):
+        for expert, weight in zip(chosen[token].tolist(), weights[token].double(), strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            expected[token] += weight * (down[expert].double() @ (torch.nn.functional.silu(gate) * up))
+    is_half = dtype == torch.bfloat16
+    torch.testing.assert_close(
+        together.double(), expected, rtol=4e-2 if is_half else 1e-5, atol=0.1 if is_half else 1e-4
+    )
+    panels = packed(gate_up), packed(down)
+    for first, count in ((0, 1), (3, 5), (25, 16), (29, 31)):
+        part = slice(first, first + count)
+        for packs in ((None, None), panels):
+            alone = gated_experts(x[part], chosen[part], weights[part], gate_up, down, packs)
+            assert torch.equal(alone, together[part])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(gated_experts(x, chosen, weights, gate_up, down, panels), together)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_few_float32_matrices_are_packed_in_whole_panels() -> None:

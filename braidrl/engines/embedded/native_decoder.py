@@ -4,10 +4,10 @@ on processors that multiply bfloat16.
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
 
-In a mixture the rows of each expert go through gate, up and down, sorted by expert; the router is the model's module.
-If several policies share the weights, a product is followed by that of their adapters.  A step reads one or several
-tokens of each row. Each token reads the keys of its slot up to its position, so a long row does not slow down others.
-The residual stream is float32 for weights of any dtype.
+In a mixture one kernel computes all experts of a layer; the router is the model's module. If several policies share
+the weights, a product is followed by that of their adapters. A step reads one or several tokens of each row. Each token
+reads the keys of its slot up to its position, so a long row does not slow down others. The residual stream is float32
+for weights of any dtype.
 
 Shapes: B tokens in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
@@ -25,8 +25,15 @@ from braidrl.engines.embedded.adapters import PolicyAdapters, SideBySide
 from braidrl.engines.embedded.sharded_decoding import SendHidden
 from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
 from braidrl.native.building import address, library
-from braidrl.native.linear import ProductLinear, has_row_product, packed, packed_bytes, product, row_product
-from braidrl.training.compute.experts import ExpertProducts, Sorting
+from braidrl.native.linear import (
+    ProductLinear,
+    gated_experts,
+    has_row_product,
+    packed,
+    packed_bytes,
+    product,
+    row_product,
+)
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.decoders.body import decoder_of
 from braidrl.training.lora import is_adapter
@@ -279,11 +286,7 @@ class NativeDecoder:
         self._look_up()
         now = [(matrix.data_ptr(), matrix._version) for matrix in self._matrices()]
         if now != self._packed_as_of and self.packed_bytes:
-            self._panels = {
-                panel.data_ptr(): packed(panel)
-                for matrix in self._matrices()
-                for panel in (matrix if matrix.dim() == 3 else [matrix])
-            }
+            self._panels = {matrix.data_ptr(): packed(matrix) for matrix in self._matrices()}
         self._packed_as_of = now
 
     def release(self) -> None:
@@ -416,11 +419,9 @@ class NativeDecoder:
         """Return the weighted sums (B, W) of the experts that the router chooses for x (B, W)."""
         padded = nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))
         _, weights, chosen = mixture.router(padded)
-        sorting = Sorting.of(chosen[: len(x)])
-        experts = chosen[: len(x)].reshape(-1)[sorting.order]
-        products = ExpertProducts(experts, len(mixture.down), self._product)
-        gated = self.kernels.gated(products(sorting.rows_of(x), mixture.gate_up))
-        return sorting.summed(products(gated, mixture.down), weights[: len(x)])
+        weights, chosen = weights[: len(x)].to(x.dtype), chosen[: len(x)]
+        panels = self._panels.get(mixture.gate_up.data_ptr()), self._panels.get(mixture.down.data_ptr())
+        return gated_experts(x, chosen, weights, mixture.gate_up, mixture.down, panels)
 
     def _adapted(self, output: Tensor, x: Tensor, adapters: SideBySide | None) -> Tensor:
         """Add to a product's output (B, N), of x (B, W), the contribution of each token's adapter."""
