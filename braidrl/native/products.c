@@ -29,6 +29,7 @@
 #endif
 #define PANELS 8 /* of a tile with one row: as many sums as a processor adds at once */
 #define PART 256
+#define LINE 16 /* numbers that memory sends at once */
 typedef float vector __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t lanes __attribute__((vector_size(4 * WIDTH)));
 
@@ -73,8 +74,9 @@ void pack(const number *weight, float *panels, int64_t inner, int64_t columns, i
         pack_panel(weight + c * inner, inner, columns - c < WIDTH ? (int)(columns - c) : WIDTH, panels + c * inner);
 }
 
+/* Sums of a tile. Meanwhile the panels at `ahead`, which are read next and rarely lie in a cache, come from memory. */
 static inline __attribute__((always_inline)) void tile(const float *restrict x, const float *restrict panels, int64_t inner,
-                                                       int rows, int wide, vector sums[ROWS][PANELS]) {
+                                                       int rows, int wide, const float *ahead, vector sums[ROWS][PANELS]) {
     for (int64_t first = 0; first < inner; first += PART) {
         int64_t end = first + PART < inner ? first + PART : inner;
         vector total[ROWS][PANELS];
@@ -82,6 +84,7 @@ static inline __attribute__((always_inline)) void tile(const float *restrict x, 
             for (int c = 0; c < wide; c++) total[r][c] = (vector){0};
         for (int64_t k = first; k < end; k++) {
             vector right[PANELS];
+            __builtin_prefetch(ahead + k * LINE, 0, 2);
             for (int c = 0; c < wide; c++) right[c] = *(const vector *)(panels + (c * inner + k) * WIDTH);
             for (int r = 0; r < rows; r++) {
                 vector left = x[r * inner + k] - (vector){0};
@@ -100,10 +103,11 @@ static inline __attribute__((always_inline)) void tile(const float *restrict x, 
 /* A function for each number of rows and panels, so that the loops above have constant bounds. */
 #define TILE(r, c)                                                                                                      \
     case r * 16 + c:                                                                                                    \
-        tile(x, panels, inner, r, c, sums);                                                                             \
+        tile(x, panels, inner, r, c, ahead, sums);                                                                      \
         break;
 #define TILES(r) TILE(r, 1) TILE(r, 2) TILE(r, 3)
-static void tile_of(const float *x, const float *panels, int64_t inner, int rows, int wide, vector sums[ROWS][PANELS]) {
+static void tile_of(const float *x, const float *panels, int64_t inner, int rows, int wide, const float *ahead,
+                    vector sums[ROWS][PANELS]) {
     switch (rows * 16 + wide) {
         TILES(1) TILES(2) TILES(3) TILES(4)
         TILE(1, PANELS)
@@ -114,14 +118,14 @@ static void tile_of(const float *x, const float *panels, int64_t inner, int rows
     }
 }
 
-/* Products of some rows x (rows, inner) with `wide` panels, whose first column is `column`; out has `columns`. */
+/* Products of some rows x (rows, inner) with `wide` panels, whose first column is `column`; out has `columns`; see `tile`. */
 static void multiply(const float *x, const float *panels, const number *bias, number *out, int rows, int64_t inner, int wide,
-                     int64_t column, int64_t columns) {
+                     int64_t column, int64_t columns, const float *ahead) {
     vector sums[ROWS][PANELS];
     for (int done = 0, now; done < wide; done += now) {
         int left = wide - done;
         now = left >= panels_of(rows) ? panels_of(rows) : left < 3 ? left : 3;
-        tile_of(x, panels + done * inner * WIDTH, inner, rows, now, sums);
+        tile_of(x, panels + done * inner * WIDTH, inner, rows, now, ahead, sums);
         int64_t first = column + done * WIDTH, count = columns - first < now * WIDTH ? columns - first : now * WIDTH;
         for (int r = 0; r < rows; r++) {
             const float *from = (const float *)sums[r];
@@ -156,9 +160,10 @@ static void product_by_team(const float *x, const number *weight, const float *p
             }
             panels = memory;
         }
+        int64_t size = wide * inner * WIDTH;
         for (int64_t r = 0; r < rows; r += high)
             multiply(x + r * inner, panels, bias, out + r * columns, rows - r < high ? (int)(rows - r) : high, inner, wide,
-                     first * WIDTH, columns);
+                     first * WIDTH, columns, panels + size + r / high * LINE * inner % size);
     }
 }
 

@@ -417,7 +417,8 @@ class NativeDecoder:
 
     def _mixed(self, mixture: Mixture, x: Tensor) -> Tensor:
         """Return the weighted sums (B, W) of the experts that the router chooses for x (B, W)."""
-        padded = nn.functional.pad(x, (0, 0, 0, -len(x) % ROW_MULTIPLE))
+        filler = -len(x) % ROW_MULTIPLE
+        padded = nn.functional.pad(x, (0, 0, 0, filler)) if filler else x
         _, weights, chosen = mixture.router(padded)
         weights, chosen = weights[: len(x)].to(x.dtype), chosen[: len(x)]
         panels = self._panels.get(mixture.gate_up.data_ptr()), self._panels.get(mixture.down.data_ptr())
