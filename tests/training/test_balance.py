@@ -177,7 +177,8 @@ def test_the_busiest_expert_of_a_collapsed_router_has_less_load_after_200_steps(
     worker = make_worker(models[kind], balance, max_tokens_per_device=4096, activation_checkpointing=False)
     loads = [sum(step(worker, number)[1].values()) / len(routers_of(worker.model)) for number in range(1, 201)]
     print(f"{kind} {balance}: {loads[0]:.2f} at the first step, {loads[-1]:.2f} at the last")
-    assert loads[0] > 3.5 and loads[-1] <= most
+    # A bias takes turns at the experts, so that single steps vary.
+    assert loads[0] > 3.5 and sum(loads[-20:]) / 20 <= most
 
 
 def test_balance_that_a_model_cannot_have_is_refused_in_one_line(models: dict[str, str]) -> None:

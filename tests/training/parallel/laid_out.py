@@ -285,24 +285,29 @@ def three_steps(
 
 def divided_experts(world: World, model: str, layouts: list[dict[str, Any]], folder: Path) -> list[str]:
     """Return what is wrong with experts of the first layout: their share, three steps, and a resume in the others."""
-    mine, config, read = own_rows(make_rows(), world), config_of(model, layouts[0]), set[str]()
-    whole = ModelFiles._read
+    mine, config, read = own_rows(make_rows(), world), config_of(model, layouts[0]), dict[str, int]()
+    read_file, moved = ModelFiles._read, Moved()
 
     def noted(files: ModelFiles, name: str) -> torch.Tensor:
-        read.update([name] if ".experts." in name else [])
-        return whole(files, name)
+        tensor = read_file(files, name)
+        read.update({name: tensor.nbytes} if ".experts." in name else {})
+        return tensor
 
-    with patch.object(ModelFiles, "_read", noted):
+    with patch.object(ModelFiles, "_read", noted), moved:
         worker = RoleWorker(BackendSpec("actor", config, True, DataParallel(world.group, world)))
     layout, shapes = worker.ranks.layout, worker.shapes
-    stored = [name for name in load_file(Path(model, "model.safetensors")) if ".experts." in name]
+    stored = sum(t.nbytes for name, t in load_file(Path(model, "model.safetensors")).items() if ".experts." in name)
     experts = {n: p for n, p in worker.model.named_parameters() if n.endswith(("gate_up_proj", "down_proj"))}
     share = sum(shapes[name].numel() for name in experts) // layout.expert
     share //= layout.shard_ranks * layout.tensor // layout.expert if layout.shard != "none" else 1
     held = sum(local_shard(p).numel() for p in experts.values())
     problems = [f"holds {held} elements of experts, its share is {share}"] * (not experts or held != share)
-    if len(read) != len(stored) // (layout.expert * layout.pipeline):
-        problems.append(f"reads {len(read)} tensors of experts, of {len(stored)}")
+    if sum(read.values()) != stored // (layout.expert * layout.pipeline):
+        problems.append(f"reads {sum(read.values())} bytes of experts, of {stored}")
+    # The first tensor rank sends each other one its parts of matrices that are not of experts.
+    others = sum(8 * shape.numel() for name, shape in shapes.items() if name not in experts)
+    if moved.bytes >= min(read.values()) + (2 * others if layout.tensor > 1 else 0):
+        problems.append(f"exchanges {moved.bytes} bytes with other ranks while it loads")
     values = one_step(worker, mine)
     problems += differences(values, alone(model), mine, limit=1e-9)
     worker.export(folder, world.first)
@@ -367,6 +372,17 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
     return {
         f"copied {layouts}": [n for n, t in tensors.items() if not torch.allclose(t, expected[n], rtol=0, atol=1e-12)]
     }
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes of the tensors that collectives send or receive."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.bytes += sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        return func(*args, **(kwargs or {}))
 
 
 class Largest(TorchDispatchMode):
