@@ -139,8 +139,8 @@ configuration that change nothing in the tiny model (`unseen`): of them the proo
 * **mixers**: packed as well, but linear attention, convolutions and state-space layers run once for each length, over
   rows of that length.
 * **by rows**: the whole model runs once for each length, with transformers' own attention; layouts other than
-  `data` are refused.
-* **not**: features that are refused: the axes `pipeline` and `tensor`, `adapters`, `bfloat16`. `engine` means that the
+  `data` and, of mixtures, `expert` are refused.
+* **not**: features that are refused: the axes `pipeline`, `tensor` and `expert`, `adapters`, `bfloat16`. `engine` means that the
   embedded engine is refused; training on given rows (SFT, DPO, reward models) works. For Zamba 2 and Nemotron H,
   transformers' form for one token leaves out the lower limit of the time step, which its form for many tokens has.
 

@@ -178,11 +178,25 @@ def exported(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
     return proof.distance(logits[:1], logits[1:]), proof.BOUND
 
 
-@torch.no_grad()
 def read_in_parts(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Read each parameter from files into a model on the meta device, as sharding ranks do, and rebuild its buffers."""
+    """Check that a model of which each rank reads a part is the one that is read in full."""
     if plan.by_rows:
-        return 0.0, EXACT  # no layout shards such a model
+        return 0.0, EXACT  # only `expert` shards such a model
+    return parts_differ(twin, plan), EXACT
+
+
+def experts_in_parts(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """As `read_in_parts`, of a mixture that runs by rows."""
+    if not plan.by_rows or not experts_in(twin.config):
+        return 0.0, EXACT
+    return parts_differ(twin, plan), EXACT
+
+
+@torch.no_grad()
+def parts_differ(twin: proof.Twin, plan: ForwardPlan) -> float:
+    """Read each parameter from files into a model on the meta device, as sharding ranks do, and rebuild its buffers;
+    return how far its log-probs are from those of the model.
+    """
     model = twin.model(plan)
     with tempfile.TemporaryDirectory() as folder:
         save(model, folder)
@@ -190,12 +204,12 @@ def read_in_parts(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
             auto_class(twin.config), Path(folder), copy.deepcopy(twin.config), plan, torch.float32
         )
         if not is_whole:
-            return 0.0, EXACT  # such a model is always loaded in full
+            return 0.0  # such a model is always loaded in full
         files = ModelFiles(Path(folder), parts)
         read_buffers(parts, files)
         ParameterReader(Path(folder), parts, files=files)(parts)
     use_plan(parts.to(twin.device).eval(), plan)
-    return proof.distance(proof.packed_log_probs(parts, twin.rows), proof.packed_log_probs(model, twin.rows)), EXACT
+    return proof.distance(proof.packed_log_probs(parts, twin.rows), proof.packed_log_probs(model, twin.rows))
 
 
 def resumed(twin: proof.Twin, plan: ForwardPlan) -> tuple[float, float]:
@@ -242,13 +256,18 @@ def check_loaded(saved: Any, loaded: Any) -> None:
 MEASURES: dict[str, Measure] = {
     "pipeline ranks equal one": pipeline_stages,
     "tensor ranks divide its tokens": tensor_ranks,
+    "experts of rows of equal length are read in parts": experts_in_parts,
     "adapters equal merged weights": adapters,
     "bfloat16 is within rounding": half_precision,
     "an export has the same logits in transformers": exported,
     "read in parts by file names, buffers rebuilt": read_in_parts,
     "a resumed run has the same weights": resumed,
 }
-AXES = {"pipeline": "pipeline ranks equal one", "tensor": "tensor ranks divide its tokens"}
+AXES = {
+    "pipeline": "pipeline ranks equal one",
+    "tensor": "tensor ranks divide its tokens",
+    "expert": "experts of rows of equal length are read in parts",
+}
 """The property that an axis of a layout needs."""
 HALF, ADAPTERS = "bfloat16 is within rounding", "adapters equal merged weights"
 FILES = ("an export has the same logits in transformers", "a resumed run has the same weights")
@@ -295,6 +314,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "expert 2": {"expert": 2},
 }
 """The layouts of two ranks by name; `expert` is for mixtures."""
+BY_ROWS = [LAYOUTS["data 2"], LAYOUTS["expert 2"]]
+"""Those in which a model runs by rows."""
 LIMIT_S = 60.0
 
 
@@ -304,7 +325,7 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan, names: Collection[str] 
     tried = {name: LAYOUTS[name] for name in names or LAYOUTS if is_mixture or "expert" not in LAYOUTS[name]}
 
     def difference(layout: dict[str, Any]) -> tuple[float, float]:
-        if plan.by_rows and layout != {"data": 2}:
+        if plan.by_rows and layout not in BY_ROWS:
             raise ValueError("its attention is its own")
         both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
         pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
@@ -355,9 +376,9 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
         check_accepted(config, plan, path, name, "model")
     axes = [axis for axis in ("tensor", "sequence", "context", "pipeline", "expert") if getattr(layout, axis) > 1]
     axes += ["shard"] * (layout.shard != "none")
-    if axes and plan.by_rows:
+    if plan.by_rows and (others := [axis for axis in axes if axis != "expert"]):
         raise UserError(
-            f"{key}: {axes[0]} is not supported for the model in {path}, whose attention mixes tokens in its own "
+            f"{key}: {others[0]} is not supported for the model in {path}, whose attention mixes tokens in its own "
             "way; write data alone"
         )
     for axis, name in AXES.items():

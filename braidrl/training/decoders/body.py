@@ -68,6 +68,10 @@ class ForwardPlan:
 PACKED = ForwardPlan()
 RECEIVED = "received_states"
 """Attribute of a model without its first layers: a list with the placeholder that returns `hidden`."""
+MOST_PASSES = "most_passes"
+"""Attribute of a model whose experts are sharded: a function of a rank's number of forward passes, which returns the
+largest of all ranks.
+"""
 TOKENS_RANK = "tokens_rank"
 """Attribute of an embedding whose output has a share of the tokens: (rank, ranks) of tensor parallelism."""
 PLAN = "forward_plan"
@@ -233,12 +237,35 @@ def run_body(
                 f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not "
                 "support"
             )
-        mixed: Tensor = context.mix(
-            decoder, lambda **named: decoder(**named).last_hidden_state, (), arguments, multiple=1
-        )
-        return mixed
+        return run_by_rows(model, context, arguments)
     with attention.attending(context):
         states: Tensor = decoder(**arguments).last_hidden_state
+    return states
+
+
+def run_by_rows(model: Any, context: attention.PackedSequences, arguments: dict[str, Any]) -> Tensor:
+    """Run the decoder once for each length of sequences, and return the last hidden states (B, N, D).
+
+    Ranks that share experts exchange tokens in each of these passes: one with fewer lengths adds passes over its first
+    token, whose results are dropped.
+    """
+
+    def run(**named: Any) -> Tensor:
+        states: Tensor = decoder_of(model)(**named).last_hidden_state
+        return states
+
+    passes = len(context.in_batches(1).shapes)
+    most_passes = getattr(model, MOST_PASSES, None)
+    missing = most_passes(passes) - passes if most_passes is not None else 0
+    states: Tensor = context.mix(decoder_of(model), run, (), arguments, multiple=1)
+    first = {
+        name: arguments[name][..., :1] for name in ("input_ids", "position_ids") if arguments.get(name) is not None
+    }
+    if arguments.get("inputs_embeds") is not None:
+        first["inputs_embeds"] = arguments["inputs_embeds"][:, :1]
+    for _ in range(missing):
+        with attention.attending(attention.EqualRows((1, 1), context.keep_scores)):
+            states = states + 0 * run(**arguments | first).sum()
     return states
 
 

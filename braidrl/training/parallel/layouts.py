@@ -35,8 +35,9 @@ from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
 from braidrl.data.rows import Rows
+from braidrl.errors import UserError
 from braidrl.training.compute.packed import OnPrediction, Packed, Predict
-from braidrl.training.decoders.body import body_of, non_text_parameters, plan_of_model
+from braidrl.training.decoders.body import MOST_PASSES, body_of, non_text_parameters, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.experts import (
     COPIES,
@@ -120,6 +121,8 @@ class DataParallel(Ranks):
             assert self.token_mesh is not None
             tokens_mesh = self.token_mesh[(*nodes, "tokens")] if self.uses_fsdp else self.mesh["tensor"]
         experts = self.expert_mesh
+        if experts is not None:
+            setattr(model, MOST_PASSES, partial(self.most_of, what="the number of forward passes"))
         # Layer by layer, so that a rank never holds more than one full layer.
         for layer in local_layers(model):
             read_parameters(layer)
@@ -158,7 +161,12 @@ class DataParallel(Ranks):
         if self.expert_mesh is None:
             return {}
         mesh = self.expert_mesh[EXPERT]
-        for module in experts_of(model):
+        if not (modules := experts_of(model)):
+            raise UserError(
+                f"trainer.layout: expert={mesh.size()}: the experts of {type(model).__name__} are no stacked matrices; "
+                "write expert=1"
+            )
+        for module in modules:
             check_experts(module.num_experts, mesh.size())
         return expert_blocks(model, mesh.get_local_rank(), mesh.size())
 
@@ -194,12 +202,16 @@ class DataParallel(Ranks):
     def num_micro_batches(self, micro_batches: int) -> int:
         """Return the number of micro-batches to run, equal on all ranks; a rank adds empty ones up to it."""
         if self.uses_fsdp or self.expert_mesh is not None:
-            most = torch.tensor(micro_batches)
-            with self.meeting("the number of micro-batches"):
-                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-            micro_batches = int(most)
+            micro_batches = self.most_of(micro_batches, "the number of micro-batches")
         # Torch's schedule needs at least one per pipeline rank.
         return max(micro_batches, self.layout.pipeline) if micro_batches else 0
+
+    def most_of(self, count: int, what: str) -> int:
+        """Return the largest count of all ranks; `what` names it if a rank is missing."""
+        most = torch.tensor(count)
+        with self.meeting(what):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return int(most)
 
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
