@@ -140,9 +140,10 @@ configuration that change nothing in the tiny model (`unseen`): of them the proo
   rows of that length.
 * **by rows**: the whole model runs once for each length, with transformers' own attention; layouts other than
   `data` and, of mixtures, `expert` are refused.
-* **not**: features that are refused: the axes `pipeline`, `tensor` and `expert`, `adapters`, `bfloat16`. `engine` means that the
-  embedded engine is refused; training on given rows (SFT, DPO, reward models) works. For Zamba 2 and Nemotron H,
-  transformers' form for one token leaves out the lower limit of the time step, which its form for many tokens has.
+* **not**: features that are refused: the axes `pipeline`, `tensor` and `expert`, `adapters`, `bfloat16`. `engine`
+  means that the embedded engine is refused; training on given rows (SFT, DPO, reward models) works. For Zamba 2 and
+  Nemotron H, transformers' form for one token leaves out the lower limit of the time step, which its form for many
+  tokens has.
 
 A model that also sees or hears (Gemma 3, Mistral 3, Qwen-VL, Qwen3.5) trains on text, and on images where its type is
 proven to see ([models that see](vision.md)). Its towers stay as they are, unless `trainer.train_vision` is true, and
