@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from braidrl.cluster.world import World
+from braidrl.cluster.world import World, bytes_of
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.messages import join
 from braidrl.data.packing import part_numbers
@@ -196,7 +196,8 @@ class ShardExchange:
 
 @dataclass(frozen=True)
 class Form:
-    """The type of an index column, the shape of its values, and the range of its values, if they are integers.
+    """The type of an index column, the shape of its values, and their range if they are whole numbers, as the scores of
+    most verifiers are.
 
     Without values `low` is above `high`.
     """
@@ -205,32 +206,38 @@ class Form:
     shape: tuple[int, ...]
     low: int = LARGEST
     high: int = -LARGEST
+    is_whole: bool = True
+    """True if all values are integers, also as floats."""
 
     @staticmethod
     def of(column: Column) -> "Form":
         """Return the form of a column on one rank."""
         assert isinstance(column, Tensor), "index columns are tensors"
         dtype, shape = str(column.dtype).removeprefix("torch."), tuple(column.shape[1:])
-        if column.is_floating_point() or not column.numel():
+        if not column.numel():
             return Form(dtype, shape)
-        low, high = column.aminmax()
+        integers = column.long()
+        if column.is_floating_point() and not torch.equal(bytes_of(integers.to(column.dtype)), bytes_of(column)):
+            return Form(dtype, shape, is_whole=False)
+        low, high = integers.aminmax()
         return Form(dtype, shape, int(low), int(high))
 
     def of_both(self, other: "Form") -> "Form":
         """Return the common form of a column of two ranks' rows."""
-        return replace(self, low=min(self.low, other.low), high=max(self.high, other.high))
+        is_whole = self.is_whole and other.is_whole
+        return replace(self, low=min(self.low, other.low), high=max(self.high, other.high), is_whole=is_whole)
 
     @property
     def is_constant(self) -> bool:
         """Return True if all rows of all ranks have the same integer."""
-        return self.low == self.high
+        return self.is_whole and self.low == self.high
 
     @property
     def sent_as(self) -> torch.dtype | None:
         """Return the narrowest type for the differences to the lowest integer of all ranks; None if the values are sent
         as they are.
         """
-        kinds = () if self.dtype.startswith(("bool", "float", "bfloat")) or self.low > self.high else NARROW
+        kinds = () if self.dtype == "bool" or not self.is_whole or self.low > self.high else NARROW
         return next((kind for kind in kinds if self.high - self.low <= torch.iinfo(kind).max), None)
 
     def narrowed(self, column: Tensor | None) -> Tensor:

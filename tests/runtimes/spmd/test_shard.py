@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import bytes_of
 from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.runtimes.spmd.shard import IN_PLACE, Form, balanced_owners
 from tests.runtimes.spmd.moving import RANKS
@@ -93,10 +94,17 @@ def sent(parts: list[torch.Tensor]) -> tuple[int, torch.Tensor]:
         ([torch.tensor([0, 2**31 - 1], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32)], 4),
         ([torch.tensor([-(2**62), 2**62])], 8),
         ([torch.tensor([0.5, 0.5]), torch.tensor([0.5])], 4),
+        ([torch.tensor([1.0, 1.0]), torch.tensor([1.0])], 0),
+        ([torch.tensor([0.0, 1.0]), torch.tensor([-3.0])], 1),
+        ([torch.tensor([0.0, 1.0], dtype=torch.bfloat16), torch.tensor([], dtype=torch.bfloat16)], 1),
+        ([torch.tensor([0.0, 1.0]), torch.tensor([0.5])], 4),
+        ([torch.tensor([0.0, float("inf")]), torch.tensor([1.0])], 4),
+        ([torch.tensor([0.0, -0.0]), torch.tensor([0.0])], 4),
+        ([torch.tensor([2.0**40, 0.0], dtype=torch.float64)], 8),
         ([torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)], 8),
     ],
 )
 def test_index_columns_are_sent_in_as_few_bytes_as_their_range_takes(parts: list[torch.Tensor], size: int) -> None:
     bytes_of_row, column = sent(parts)
     assert bytes_of_row == size
-    assert torch.equal(column, torch.cat(parts)) and column.dtype == parts[0].dtype
+    assert torch.equal(bytes_of(column), bytes_of(torch.cat(parts))) and column.dtype == parts[0].dtype
