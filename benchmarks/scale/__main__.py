@@ -251,13 +251,15 @@ def play_ranks(folder: Path, arguments: argparse.Namespace) -> list[dict[str, An
 def play_other(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Simulate `streaming` or `hybrid` for each size, and print a table of a step of its processes."""
     played = []
-    print("| devices | rows | process | a step, s | answering, s | KiB | messages |\n" + "|---" * 7 + "|")
+    print("| devices | rows | process | a step, s | answering, s | KiB | messages | leases |\n" + "|---" * 8 + "|")
     for size in arguments.sizes:
         played.append(in_process(folder, arguments, 0, size))
         for name, step in played[-1]["parts"].items():
             answering = f"{step['answering_s']:.3f}" if "answering_s" in step else ""
             sent = f"{step['bytes'] / 2**10:,.0f} | {step['messages']:,.0f}" if "bytes" in step else " | "
-            print(f"| {size:,} | {played[-1]['rows']:,} | {name} | {step['seconds']:.3f} | {answering} | {sent} |")
+            leases = f"{step['leases']:.0f}" if "leases" in step else ""
+            figures = f"{step['seconds']:.3f} | {answering} | {sent} | {leases}"
+            print(f"| {size:,} | {played[-1]['rows']:,} | {name} | {figures} |")
         sys.stdout.flush()
     return played
 

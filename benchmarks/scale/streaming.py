@@ -4,7 +4,8 @@ controller, rows process, engine 0, trainer ranks 0, 1 and the last      the pro
 all other engines        one process, with the sockets and messages of each; rows have the columns of the first lease
 all other trainer ranks  `played.py`; what rank 0 says goes to the other real ranks through a store
 
-Engines and trainer ranks are equally many, and each has as many rows: 2 prompts, 4 samples each.
+Engines and trainer ranks are equally many, and each has as many rows: 2 prompts, 4 samples each. The rows of the other
+engines end one engine after the other, over as many seconds at each size.
 """
 
 import json
@@ -13,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from heapq import heappop, heappush
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,8 @@ SOCKETS = 500
 """Sockets of a ZeroMQ context."""
 STEPS, WARM = 6, 2
 """Steps of a run, and how many of them only warm caches."""
+SPREAD_S = 4.0
+"""Seconds over which the rows of the other engines end."""
 RECORD, LIMIT_S = "what rank 0 says", 600.0
 
 
@@ -326,6 +330,8 @@ class PlayedEngine:
     """A simulated engine, with a socket for its pending request for work and one for its reports."""
 
     holder: str
+    generates_s: float
+    """Seconds from a lease to the end of its rows."""
     takes: Any
     reports: Any
     asked: dict[Any, tuple[int, QueueRequest]] = field(default_factory=dict)
@@ -357,12 +363,15 @@ class Crowd:
         self.columns: dict[str, Rows] = {}
         """Columns that the real stages of each consumer have written for some rows."""
         self.engine_of: dict[Any, PlayedEngine] = {}
+        self.ending: list[tuple[float, int, PlayedEngine, LeasedRows]] = []
+        """A heap of leases by the time at which their rows end, and by number."""
         self.poller, context = zmq.Poller(), zmq.Context()
         for number, holder in enumerate(arguments["holders"]):
             if number % (SOCKETS // 2) == 0:
                 context = zmq.Context()
             sockets = [asking_socket(context, arguments["queue"], arguments["secret"]) for _ in range(2)]
-            engine = PlayedEngine(holder, sockets[0], sockets[1])
+            seconds = SPREAD_S * (number + 1) / len(arguments["holders"])
+            engine = PlayedEngine(holder, seconds, sockets[0], sockets[1])
             for socket in sockets:
                 self.engine_of[socket] = engine
                 self.poller.register(socket, zmq.POLLIN)
@@ -371,7 +380,8 @@ class Crowd:
     def serve(self) -> None:
         """Answer until every engine has received the order to stop."""
         while not all(engine.ends for engine in self.engine_of.values()):
-            for socket, _ in self.poller.poll(1000):
+            next_s = self.ending[0][0] - time.monotonic() if self.ending else 1.0
+            for socket, _ in self.poller.poll(round(max(0.0, next_s) * 1000)):
                 first, *rest = socket.recv_multipart(copy=False)
                 engine = self.engine_of[socket]
                 number, packed = unpack_message(first.buffer, tuple[int, Packed])
@@ -380,6 +390,8 @@ class Crowd:
                     answer = unpack_message(packed, request.answer | Waited | RefusedRequest)
                     assert not isinstance(answer, RefusedRequest), answer
                     self._answered(engine, request, answer, [frame.buffer for frame in rest])
+            while self.ending and self.ending[0][0] <= time.monotonic():
+                self._report(*heappop(self.ending)[2:])
 
     def _answered(self, engine: PlayedEngine, request: QueueRequest, answer: Any, frames: Sequence[Frame]) -> None:
         if isinstance(request, Hello):
@@ -404,9 +416,12 @@ class Crowd:
         engine.ask(engine.takes, request, wait_s=settings.wait_s)
 
     def _generate(self, engine: PlayedEngine, leased: LeasedRows, inline: Rows) -> None:
-        """Report the rows of a lease as generated and checked."""
+        """Report the rows of a lease as generated and checked when their time has come."""
         if leased.consumer not in self.columns:
             self.columns[leased.consumer] = self._computed(leased, inline)
+        heappush(self.ending, (time.monotonic() + engine.generates_s, leased.lease, engine, leased))
+
+    def _report(self, engine: PlayedEngine, leased: LeasedRows) -> None:
         computed = self.columns[leased.consumer]
         columns = dict(computed.take(torch.arange(leased.size) % len(computed)).items())
         columns["version"] = torch.full((leased.size,), engine.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -37,10 +38,10 @@ def test_processes_of_a_larger_streaming_run_send_as_much_as_those_of_a_small_on
     # All ranks meet for each lease; an even rank passes on what comes to others.
     of_lease = [each["actor-1"]["bytes"] / (1 + each["actor-1"]["leases"]) for each in (small, large)]
     assert of_lease[1] < 1.3 * of_lease[0]
-    assert large["actor-1"]["leases"] <= ROWS, "a lease has a row for each rank"
+    assert large["actor-1"]["leases"] <= 1 + math.log2(ROWS), "a lease has half of the rows that the update lacks"
     grown = SIZES[1] / SIZES[0]
     for name in ("messages", "bytes"):
-        assert large["controller"][name] < 1.3 * grown * small["controller"][name], "each device has its own"
+        assert large["controller, step"][name] < 1.3 * grown * small["controller, step"][name]
 
 
 @pytest.mark.soak
@@ -49,4 +50,4 @@ def test_a_hybrid_driver_makes_as_many_calls_of_each_worker_of_a_larger_run(tmp_
     small, large = played(tmp_path, "hybrid").values()
     grown = SIZES[1] / SIZES[0]
     for name in ("messages", "bytes"):
-        assert large["driver"][name] < 1.3 * grown * small["driver"][name]
+        assert large["driver, step"][name] < 1.3 * grown * small["driver, step"][name]
