@@ -116,15 +116,17 @@ class StreamSchedule:
     def _waits_for_more(self, name: str, bucket: Bucket, most: int, ranks: int) -> bool:
         """Return True if a trainer of several ranks should wait for more rows of the batch.
 
-        The ranks meet for each lease, so it has at least a row for each rank, and half of the rows that the update
-        lacks, up to `most`: their number grows with the logarithm of the rows of a rank.
+        The ranks meet for each lease, so it has at least a row for each rank. Up to `most` rows, it has as many as the
+        update already has, at most half of those that it lacks: leases grow, and shrink again so that little work is
+        left when the last row comes. Their number grows with the logarithm of the rows of a rank.
         """
         if ranks == 1:
             return False
         task, batch = self.tasks[name], self.progress.batches[bucket.iteration]
         ready, taken = len(task.ready[bucket].rows) * (batch.samples if task.whole_groups else 1), len(task.lease)
-        half_of_update = (batch.size - taken % batch.size) // 2
-        return ready < min(max(ranks, half_of_update), most, len(batch.plan) - taken)
+        of_update = taken % batch.size
+        wanted = max(ranks, min(of_update, (batch.size - of_update) // 2))
+        return ready < min(wanted, most, len(batch.plan) - taken)
 
     def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
         """Record that a consumer has completed rows of its leases; with each generated row's oldest version."""

@@ -118,24 +118,23 @@ def test_next_batch_trains_after_publication_of_its_version() -> None:
     assert schedule.progress.published == 2 and schedule.max_staleness_seen == 1
 
 
-def test_leases_of_a_trainer_grow_with_its_ranks_and_the_rows_that_an_update_lacks() -> None:
+def test_leases_of_a_trainers_ranks_grow_and_shrink_within_an_update() -> None:
     schedule, leases = StreamSchedule(PLAIN, Sizes(1, 32, 2, 64)), list[int]()
     admit(schedule, 0)
     while work(schedule, "actor.generate", most=1):
-        # Eight ranks get rows that come one by one: at first half of them, at last one for each rank.
+        # Eight ranks get rows that come one by one.
         lease = schedule.take(TRAIN, "trainer", 0.0, 9.0, most=99, ranks=8)
         leases += [len(lease.rows)] if lease is not None else []
-    assert leases == [32, 16, 8, 8]
+    assert leases == [8, 8, 16, 16, 8, 8]
 
 
 def test_leases_of_a_trainer_wait_for_no_more_rows_than_they_hold() -> None:
     schedule, leases = StreamSchedule(PLAIN, Sizes(1, 16, 2, 16)), list[int]()
     admit(schedule, 0)
     while work(schedule, "actor.generate", most=1):
-        lease = schedule.take(TRAIN, "trainer", 0.0, 9.0, most=4, ranks=2)
+        lease = schedule.take(TRAIN, "trainer", 0.0, 9.0, most=2, ranks=2)
         leases += [len(lease.rows)] if lease is not None else []
-    # Two updates, of which the last four rows come in two leases.
-    assert leases == 2 * [4, 4, 4, 2, 2]
+    assert leases == 16 * [2]
 
 
 def test_batch_started_before_checkpoint_trains_unchanged() -> None:
