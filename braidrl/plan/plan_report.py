@@ -33,8 +33,10 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
     stages = table("stages of plan 1", ("stage", "seconds", "made of"), (1,))
     for stage, cost in first.costs.items():
         parts = sorted(zip(cost, Cost._fields, strict=True), reverse=True)
-        causes = ", ".join(f"{cause} {seconds:,.2g}" for seconds, cause in parts if seconds > 0.01 * cost.seconds > 0)
-        stages.add_row(stage, f"{cost.seconds:,.3g}", causes)
+        causes = ", ".join(
+            f"{cause} {seconds_text(seconds, 2)}" for seconds, cause in parts if seconds > 0.01 * cost.seconds > 0
+        )
+        stages.add_row(stage, seconds_text(cost.seconds), causes)
     write(stages)
     write(roles_table(first))
     write(
@@ -46,8 +48,13 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
     write(f"decided: {name} takes {cost.seconds / first.seconds:.0%} of plan 1, most of it {cost.bound}")
     for number, plan in enumerate(plans[1:], 2):
         more = plan.seconds - first.seconds
-        slower = f"{more:,.3g} s slower: {reason(plan, first)}" if more > SHOWN * first.seconds else "as fast"
+        slower = f"{seconds_text(more)} s slower: {reason(plan, first)}" if more > SHOWN * first.seconds else "as fast"
         write(f"  plan {number} is {slower}")
+
+
+def seconds_text(seconds: float, figures: int = 3) -> str:
+    """Return seconds in some figures, and those of minutes and hours without an exponent."""
+    return f"{seconds:,.0f}" if abs(seconds) >= 99.5 else f"{seconds:.{figures}g}"
 
 
 def table(title: str, columns: Sequence[str], right: Sequence[int]) -> Table:
@@ -68,7 +75,7 @@ def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
         runtime = plan.runtime + (f", staleness {plan.staleness}" if plan.staleness else "")
         rate = float(problem.lengths.tokens / plan.seconds / problem.cluster.size)
         memory = in_units(max(choice.memory for choice in plan.sets))
-        lines.add_row(str(number), runtime, f"{plan.seconds:,.3g}", f"{rate:,.1f}", memory, plan.name)
+        lines.add_row(str(number), runtime, seconds_text(plan.seconds), f"{rate:,.1f}", memory, plan.name)
     return lines
 
 
@@ -110,7 +117,9 @@ def reason(plan: Plan, first: Plan) -> str:
         (cost.seconds - first.costs.get(name, Cost()).seconds, name, cost.bound) for name, cost in plan.costs.items()
     ]
     worse = [candidate for candidate in slower if candidate[0] > SHOWN * first.seconds]
-    reasons = [f"{name} takes {more:,.3g} s more ({what})" for more, name, what in sorted(worse, reverse=True)[:3]]
+    reasons = [
+        f"{name} takes {seconds_text(more)} s more ({what})" for more, name, what in sorted(worse, reverse=True)[:3]
+    ]
     idle = [(1 - candidate.busy / plan.seconds, candidate) for candidate in plan.sets]
     share, idlest = max(idle, key=lambda pair: pair[0])
     if len(plan.sets) > 1 and share > 0.1:

@@ -28,7 +28,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.plan.calibration import least_squares, nonnegative
 from braidrl.plan.configured import overlay_of, predicted
-from braidrl.plan.plan_report import plans_table, reason, roles_table, spans_of
+from braidrl.plan.plan_report import plans_table, reason, roles_table, seconds_text, spans_of
 from braidrl.plan.rates import read_rates
 from braidrl.runtimes.memory.budget import moving, peak
 from braidrl.runtimes.prepare.deployment import deploy
@@ -356,3 +356,8 @@ def test_devices_may_come_from_a_file_with_kinds_of_its_own(workshop: Workshop) 
     path.write_text(yaml.safe_dump({"groups": [{"kind": "ours", "node": 2}]}))
     with pytest.raises(UserError, match=r"unknown key 'groups\.0\.node'"):
         problem_of(workshop.config(), PlanOptions(str(path)))
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0314, "0.0314"), (99.7, "100"), (207.4, "207"), (12345.6, "12,346")])
+def test_seconds_of_hours_have_no_exponent(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
