@@ -19,7 +19,7 @@ def test_the_cpu_twin_of_make_gpu_runs_every_part(tmp_path: Path, capsys: pytest
     run(record, "cpu", "tiny", tmp_path)
     shapes = [shape.name for shape in SHAPES["tiny"]]
     parts = [name for name, (_, packages) in CHECKS.items() if not lacking(packages)]
-    parts += ["linear attention", "rates", *(f"{table}, {shape}" for shape in shapes for table in TABLES)]
+    parts += ["linear attention", "rates", *(f"{table}, {shape}" for shape in shapes for table in (*TABLES, "engines"))]
     content = json.loads((tmp_path / "cpu.json").read_text())["parts"]
     assert list(content) == parts and not record.failed
     assert {part["status"] for part in content.values()} == {"ok"}
