@@ -427,7 +427,7 @@ class Library:
             raise UserError(f"environment {name} needs {self.package}; install it with {self.install}")
 
 
-COLLIDES = ", where versions collide into an environment of its own, whose interpreter is rollout.environment.python"
+COLLIDES = "; if its versions collide with others, in a separate environment, and write its rollout.environment.python"
 LIBRARIES = {
     "gem": Library(gem, "gem", "gem-llm", "`pip install 'braidrl[gem]'`"),
     "harbor": Library(

@@ -186,7 +186,7 @@ REWARDS = {
 """Verifiers by the names of TRL's reward functions, and of open-r1's."""
 
 
-def solutions(imported: Imported) -> None:
+def solution_column(imported: Imported) -> None:
     """Name the column of answers that TRL's and open-r1's reward functions for accuracy read."""
     named = imported.get("reward_funcs", default=[])
     names = named if isinstance(named, list) else [named]

@@ -14,7 +14,7 @@ from typing import Any
 from braidrl.cli.import_scripts import COMMAND_LINE
 from braidrl.cli.importing.algorithm_rules import loss_alone
 from braidrl.cli.importing.areal_rules import finish_areal
-from braidrl.cli.importing.data_rules import reward_model, rewards_by_source, solutions
+from braidrl.cli.importing.data_rules import reward_model, rewards_by_source, solution_column
 from braidrl.cli.importing.device_rules import workers
 from braidrl.cli.importing.imported import Imported
 from braidrl.cli.importing.prime_rl_rules import finish_prime
@@ -122,7 +122,7 @@ def finish_verl(imported: Imported) -> None:
 
 def finish_trl(imported: Imported) -> None:
     trl_batch(imported)
-    solutions(imported)
+    solution_column(imported)
     if COMMAND_LINE not in imported.source_keys and imported.flow not in ("grpo", "rloo"):
         imported.advice["flow"] = f"{imported.flow} is a guess: a YAML file of TRL does not name its trainer"
     loss_alone(imported)
