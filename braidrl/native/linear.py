@@ -103,16 +103,17 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, panels: T
     `panels`, from `packed(weight)`, for a weight that is used often. Raises MemoryError.
     """
     dtype = x.dtype
-    out = x.new_empty((len(x), len(weight)))
+    rows, inner = x.shape
+    out = x.new_empty((rows, weight.shape[0]))
     done = library("products", dtype).product(
         address(x, dtype),
         address(weight, dtype),
         None if panels is None else address(panels, torch.float32),
         None if bias is None else address(bias, dtype),
         address(out, dtype),
-        len(x),
-        x.shape[1],
-        len(weight),
+        rows,
+        inner,
+        weight.shape[0],
         torch.get_num_threads(),
     )
     if not done:

@@ -459,8 +459,7 @@ class EmbeddedEngine(SteppingEngine):
         self._under_way.clear()
         self._waiting.clear()
         self._rows.clear()
-        self._prompts.waiting.clear()
-        self._prompts.clear()
+        self._prompts.forget_rows()
         self._cohorts.clear()
         if self.speculation is not None:
             self.speculation.clear()

@@ -276,22 +276,31 @@ class NativeDecoder:
         """Tokens of a step are a multiple of this: few sizes of steps, or what gives a row the same bits."""
         self._panels: dict[int, Tensor] = {}
         """Each matrix in the order in which the product reads it, by its address."""
-        self._packed_as_of: list[tuple[int, int]] = []
-        """Addresses and versions of the matrices that are packed."""
+        self._as_of: list[tuple[int, int]] = []
+        """Addresses and versions of the weights that were looked up and packed."""
+        weighted = *local_layers(model), model.get_output_embeddings() or nn.Identity()
+        self._modules = [module for part in weighted for module in part.modules() if module._parameters]
         self._cached = config.num_key_value_heads, (width, width)
         self._look_up()
 
     def refresh(self) -> None:
-        """Read the addresses of weights that have moved, and of adapters that have changed."""
+        """Read weights that have moved or changed, and adapters that have changed."""
+        if self._weights_now() == self._as_of:
+            return
         self._look_up()
-        now = [(matrix.data_ptr(), matrix._version) for matrix in self._matrices()]
-        if now != self._packed_as_of and self.packed_bytes:
+        if self.packed_bytes:
             self._panels = {matrix.data_ptr(): packed(matrix) for matrix in self._matrices()}
-        self._packed_as_of = now
+        self._as_of = self._weights_now()
 
     def release(self) -> None:
         """Free the packed matrices, which are outdated or no longer needed."""
-        self._panels, self._packed_as_of = {}, []
+        self._panels, self._as_of = {}, []
+
+    def _weights_now(self) -> list[tuple[int, int]]:
+        """Return what changes when a weight moves or is written, or an adapter changes."""
+        weights = [weight for module in self._modules for weight in module._parameters.values() if weight is not None]
+        changes = 0 if self._adapters is None else self._adapters.changes
+        return [(changes, 0), *((weight.data_ptr(), weight._version) for weight in weights)]
 
     def _look_up(self) -> None:
         """Look up the weights, and the adapters if they have changed."""

@@ -85,11 +85,11 @@ class Book:
         self.address: int = functions.open_book()
         finalize(self, functions.close_book, self.address)
 
-    def read(self, text: Tensor, before: Tensor) -> None:
-        """Add a text, (T,), with the preceding tokens, (DEPTH,)."""
+    def read(self, text: Tensor, before: Tensor, start: int = 0) -> None:
+        """Add a text, (T,), with the preceding tokens, (DEPTH,); the first `start` of its tokens are there already."""
         text = text.to(torch.int64).contiguous()
         done = self._functions.read_text(
-            self.address, None, address(before, torch.int64), address(text, torch.int64), 0, len(text)
+            self.address, None, address(before, torch.int64), address(text, torch.int64), start, len(text)
         )
         if not done:
             raise MemoryError("no memory for the texts from which next tokens are guessed")
@@ -138,9 +138,8 @@ class Guesses:
         book.rows -= 1
         if not book.rows:
             del self._books[name]
-        elif int(self._read[slot]) < len(drawn):
-            read = int(self._read[slot])
-            book.read(drawn[read:], last_tokens(torch.cat([self._preceding[slot], drawn[:read]])))
+        else:
+            book.read(drawn, self._preceding[slot], int(self._read[slot]))
         if not aborted:
             self.remember(request, drawn)
 
@@ -148,7 +147,7 @@ class Guesses:
         """Store a complete response for later epochs."""
         prompt_length = len(request.prompt) - request.continues
         name = request.prompt[:prompt_length].numpy().tobytes()
-        self._earlier.add(name, torch.cat([request.prompt[prompt_length:], drawn]))
+        self._earlier.add(name, torch.cat([request.prompt[prompt_length:], drawn]) if request.continues else drawn)
 
     def of(self, slots: Tensor, tokens: Tensor, drawn: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Return up to `most` (R,) guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability
@@ -196,25 +195,32 @@ class PassCosts:
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, bool], deque[float]] = {}
+        self._medians: dict[tuple[int, bool], float] = {}
+        """Of sizes that were measured more than once; those measured last stand at the end."""
         self._measured: dict[tuple[int, bool], int] = {}
         self._passes = 0
 
     def add(self, size: int, guessed: bool, seconds: float) -> None:
+        key = size, guessed
         self._passes += 1
-        self._seconds.setdefault((size, guessed), deque(maxlen=MEASURED)).append(seconds)
-        self._measured[size, guessed] = self._passes
+        measurements = self._seconds.setdefault(key, deque(maxlen=MEASURED))
+        measurements.append(seconds)
+        self._measured[key] = self._passes
+        self._medians.pop(key, None)
+        if len(measurements) > 1:
+            self._medians[key] = median(measurements)
+        while self._medians and self._measured[oldest := next(iter(self._medians))] <= self._passes - VALID:
+            del self._medians[oldest]
 
     def seconds(self, size: int, guessed: bool) -> float:
         """Estimate a pass's seconds; one not measured recently is estimated from others, so that it is tried."""
-        oldest = self._passes - VALID
-        if self._measured.get((size, guessed), oldest) > oldest and len(self._seconds[size, guessed]) > 1:
-            return median(self._seconds[size, guessed])
-        measured = [key for key, when in self._measured.items() if when > oldest and len(self._seconds[key]) > 1]
-        if not measured:
+        if (known := self._medians.get((size, guessed))) is not None:
+            return known
+        if not self._medians:
             return float(size)
         # From the nearest size; half of a pass is assumed not to depend on its size.
-        near = min(measured, key=lambda key: (abs(key[0] - size), key[1] != guessed))
-        return median(self._seconds[near]) * (1 + size / near[0]) / 2
+        near = min(self._medians, key=lambda key: (abs(key[0] - size), key[1] != guessed))
+        return self._medians[near] * (1 + size / near[0]) / 2
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from braidrl.cluster.world import Ranks
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
-from braidrl.engines.embedded.prompts import PREFILL_TOKENS
+from braidrl.engines.embedded.prompts import AHEAD_TOKENS, PREFILL_TOKENS
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.weights.in_place import InPlacePublisher
@@ -117,6 +117,17 @@ def test_a_prompt_is_computed_once_for_all_rows_that_share_it() -> None:
     requests = make_requests(groups=3, samples=20, sampling=SAMPLED, shortest=5)
     assert len(engine.generate(requests)) == 60
     assert engine._prompts.computed_tokens == 4 + 7 + 10
+
+
+def test_short_prompts_of_rows_without_a_slot_share_the_pass_of_those_that_start() -> None:
+    engine, calls = make_engine(slots=16), list[int]()
+    engine.model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[1]))
+    requests = make_requests(groups=40, samples=4, sampling=SAMPLED, shortest=20, apart=1)
+    together = engine.generate(requests)
+    passes = [call for call in calls if call > 1]
+    assert len(passes) == 4 and max(passes) <= AHEAD_TOKENS
+    (alone,) = make_engine(slots=16).generate(requests[-1:])
+    assert same(alone, together[-1])
 
 
 def test_more_prompt_tokens_than_one_forward_takes_give_the_same_tokens() -> None:
