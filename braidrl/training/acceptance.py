@@ -327,6 +327,9 @@ def layout_findings(twin: proof.Twin, plan: ForwardPlan, names: Collection[str] 
     def difference(layout: dict[str, Any]) -> tuple[float, float]:
         if plan.by_rows and layout not in BY_ROWS:
             raise ValueError("its attention is its own")
+        for axis in AXES.keys() & layout.keys():
+            if not (finding := accept(AXES[axis], twin, plan)).holds:
+                raise ValueError(f"{axis} is refused: {finding.name}: {finding.note or finding.value}")
         both = run_ranks(f"{__name__}:figures", {**task, "layout": layout}, RANKS, LIMIT_S)
         pairs = [(both["log_probs"][n], row) for n, row in alone["log_probs"].items()]
         gaps = [abs(a - b) for sharded, row in pairs for a, b in zip(sharded, row, strict=True)]

@@ -10,6 +10,7 @@ Reading a tensor reads only its sources. `HubNames` does the reverse, tensor by 
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import replace
@@ -163,12 +164,16 @@ def planned(
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     by_pattern = {pattern: conversion for conversion in converters for pattern in conversion.source_patterns}
     groups: dict[str, tuple[Any, Inputs]] = {}
-    numeric = lambda name: [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]  # noqa: E731
-    for source in sorted(sources, key=numeric):
+    for source in sorted(sources, key=by_numbers):
         target, pattern = rename_source_key(source, renamings, converters, *about, reverse=reverse)
         made_by = WeightRenaming(source, target) if pattern is None else by_pattern[pattern]
         groups.setdefault(target, (made_by, []))[1].append((target, source, pattern or source))
     return groups
+
+
+def by_numbers(name: str) -> list[tuple[int, int | str]]:
+    """Return the key by which names are sorted in the order of the numbers in them, as in `shard_2` and `shard_10`."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
 def converted(model: Any, conversion: Any, parts: Inputs, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from braidrl.training.decoders.proof import quietly
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
-from braidrl.weights.model_files import HubNames, ModelFiles
+from braidrl.weights.model_files import HubNames, ModelFiles, by_numbers
 
 
 @pytest.mark.parametrize(("name", "differ"), [("qwen3_moe", True), ("kimi_linear", True), ("gpt_oss", False)])
@@ -31,3 +31,9 @@ def test_streamed_names_are_those_that_transformers_saves_and_are_read_back(
     save_file({n: tensor.contiguous() for n, tensor in streamed.items()}, tmp_path / "ours" / "model.safetensors")
     read = ModelFiles(tmp_path / "ours", model)
     assert all(torch.equal(read[n], tensor) for n, tensor in own.items())
+
+
+def test_parts_of_a_tensor_are_joined_in_the_order_of_their_numbers() -> None:
+    ordered = ["layers.9.shard_2.weight", "layers.9.shard_10.weight", "layers.10.shard_1.weight"]
+    named = dict.fromkeys(ordered[::-1])
+    assert sorted(named, key=by_numbers) == ordered

@@ -160,7 +160,8 @@ def braid_attention(
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or None, chunk, softcap, s_aux
     )
-    return sequences.attend(module, query, key, value, scores), None
+    # Contiguous as transformers' attention, for layers that take a view of it.
+    return sequences.attend(module, query, key, value, scores).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, braid_attention)

@@ -73,6 +73,8 @@ CHOSEN = (
     "top_k_experts",
     "moe_num_active_experts",
 )
+GROUPS = ("n_group", "num_expert_group")
+"""Numbers of groups of experts; a router adds up the two best scores of each."""
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
 """Names of widths, which keep their ratio to the model's width."""
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
@@ -137,7 +139,7 @@ def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
         # A tower's output has the width of the text part if it has in the original.
         for part, original in ((shrunk[name], value) for name, value in settings.items() if name in shrunk):
             for key, value in original.items() if isinstance(original, dict) and part is not small else ():
-                if str(key).endswith("_hidden_size") and value == text.get("hidden_size"):
+                if str(key).endswith(("_hidden_size", "_out_dim")) and value == text.get("hidden_size"):
                     part[key] = small["hidden_size"]
     return type(config)(**shrunk)
 
@@ -308,7 +310,21 @@ def _attention(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) 
                 shrunk[name] = small
         if isinstance(settings.get("head_dim"), int):
             shrunk["head_dim"] = rope if settings["head_dim"] == settings["qk_rope_head_dim"] else sizes.head_width
+            if has_wide_layers(settings):
+                shrunk["head_dim"] = plain + rope
         shrunk.pop("qk_head_dim", None)
+
+
+def has_wide_layers(settings: dict[str, Any]) -> bool:
+    """Return True if some layers of latent attention have heads as wide as their parts with and without positions,
+    which the model's other layers need not have.
+    """
+    layers = settings.get("per_layer_config")
+    for changes in layers.values() if isinstance(layers, dict) else ():
+        layer = settings | changes
+        if layer.get("head_dim") == layer["qk_rope_head_dim"] + layer.get("qk_nope_head_dim", 0):
+            return True
+    return False
 
 
 def _recurrence(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
@@ -340,7 +356,8 @@ def _experts(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) ->
     if settings.get("enable_moe_block") is False:
         return
     total = next((settings[n] for n in EXPERTS if isinstance(settings.get(n), int)), 0)
-    few = 16 if total > 4096 else min(total, 8)
+    # An even number, which two ranks share.
+    few = 16 if total > 4096 else min(total - total % 2 if total > 2 else total, 8)
     for name in EXPERTS:
         if isinstance(settings.get(name), int):
             shrunk[name] = few
@@ -351,9 +368,10 @@ def _experts(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) ->
             shrunk[name] = 2
         if isinstance(settings.get(name), int):
             shrunk[name] = max(1, min(settings[name], 3 if few >= 8 else 2, few))
-    if isinstance(settings.get("n_group"), int) and settings["n_group"] > 1:
-        groups = min(settings["n_group"], 4)
-        shrunk |= {"n_group": groups, "topk_group": max(1, settings["topk_group"] * groups // settings["n_group"])}
+    for name in GROUPS:
+        if isinstance(settings.get(name), int) and settings[name] > 1:
+            groups = min(settings[name], 4)
+            shrunk |= {name: groups, "topk_group": max(1, settings["topk_group"] * groups // settings[name])}
 
 
 def _layers(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:

@@ -41,7 +41,7 @@ from braidrl.training.decoders.proof import FAILURES, proven_plan
 from braidrl.training.decoders.shrink import CHOSEN, HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.lora import BYTES_PER_WEIGHT, NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
-from braidrl.training.parallel.experts import stacked_parameters
+from braidrl.training.parallel.experts import dispatch_of, stacked_parameters
 from braidrl.training.parallel.pipeline import RUN
 from braidrl.training.parallel.sequence import QUERIES
 from braidrl.training.parallel.tensor import ROWS, blocks_of, gather_tokens, plan_of
@@ -185,7 +185,7 @@ def expert_sizes(model: PreTrainedModel) -> dict[str, Any]:
     modules = [module for module in model.modules() if isinstance(getattr(module, "num_experts", None), int)]
     # Each expert's weights are a slice of one parameter; a router's weight is a matrix.
     stacked = [
-        (parameter.numel(), module.num_experts, hasattr(module, "has_gate"))
+        (parameter.numel(), module.num_experts, dispatch_of(module) is not None)
         for module in modules
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 3 and len(parameter) == module.num_experts
@@ -193,7 +193,7 @@ def expert_sizes(model: PreTrainedModel) -> dict[str, Any]:
     trained = sum(
         parameter.numel()
         for module in modules
-        if hasattr(module, "has_gate")
+        if dispatch_of(module) is not None
         for _, _, parameter in stacked_parameters(module)
         if parameter.requires_grad and parameter.dim() == 3
     )

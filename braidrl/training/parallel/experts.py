@@ -11,6 +11,7 @@ A rank's gradient of its experts is the sum over the tokens of all ranks of its 
 averaged nor multiplied. The router is replicated and computes local tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,15 +69,20 @@ def check_experts(experts: int | None, ranks: int, key: str = "trainer.layout") 
         )
 
 
+def dispatch_of(module: nn.Module) -> "type[Dispatch] | None":
+    """Return the exchange of tokens that fits the forward of a module of experts; None if there is none."""
+    return Dispatch if hasattr(module, "has_gate") else OTHER_FORMS.get(type(module).__name__)
+
+
 def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[Any]:
     """Keep a rank's experts of a layer in place, and make them exchange tokens; return their modules.
 
     The layer may already hold only these experts. `mesh` has only the dimension `expert`. Raises UserError for experts
-    that transformers computes separately.
+    whose forward no exchange fits.
     """
     modules = experts_of(layer)
     for module in modules:
-        if not hasattr(module, "has_gate"):
+        if (dispatch := dispatch_of(module)) is None:
             raise UserError(
                 f"trainer.layout: expert={mesh.size()}: transformers computes {type(module).__name__} one by one; "
                 "write expert=1"
@@ -90,7 +96,7 @@ def shard_experts(layer: nn.Module, mesh: DeviceMesh) -> list[Any]:
                     local = local[start : start + count].clone(memory_format=torch.contiguous_format)
                 sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
                 setattr(holder, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        module.forward = Dispatch(module, mesh.get_group())
+        module.forward = dispatch(module, mesh.get_group())
     return modules
 
 
@@ -104,13 +110,25 @@ class LocalExperts:
     """This rank's experts of a module, with plain tensors, for functions of experts."""
 
     def __init__(self, module: Any, count: int) -> None:
-        self._module, self.num_experts = module, count
+        self.module, self.num_experts = module, count
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
+        value = getattr(self.module, name)
         if isinstance(value, nn.ParameterDict):
             return {key: factor.to_local() for key, factor in value.items()}
         return value.to_local() if isinstance(value, DTensor) else value
+
+
+class GatedExperts(LocalExperts):
+    """Experts whose matrices (in, out) transformers multiplies without the attributes of its common forward."""
+
+    has_gate, is_transposed, has_bias = True, True, False
+    has_post_expert_norm = _is_expert_parallel = False
+
+    def _apply_gate(self, states: Tensor) -> Tensor:
+        gate, up = states.chunk(2, dim=-1)
+        gated: Tensor = self.act_fn(gate) * up
+        return gated
 
 
 class Dispatch:
@@ -125,17 +143,25 @@ class Dispatch:
 
         All ranks of the group call this together; each has a token.
         """
-        chosen, sorting = top_k_index.reshape(-1), Sorting.of(top_k_index)
-        counts = chosen.bincount(minlength=self.experts.num_experts * self.group.size())
+        sorting = Sorting.of(top_k_index)
+        counts = top_k_index.reshape(-1).bincount(minlength=self.experts.num_experts * self.group.size())
+        results = self.exchanged(sorting.rows_of(hidden_states), counts)
+        return sorting.summed(results, top_k_weights).to(hidden_states.dtype)
+
+    def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return rows (R, D) after their experts; the rows are sorted by expert, of which `counts` (E,) say how many
+        each has.
+        """
         coming = torch.empty_like(counts)
         dist.all_to_all_single(coming, counts, group=self.group)
         by_rank = (self.group.size(), self.experts.num_experts)
         sent, arriving = counts.view(by_rank).sum(1).tolist(), coming.view(by_rank).sum(1).tolist()
-        rows = AllToAll.apply(sorting.rows_of(hidden_states), sent, arriving, self.group)
-        numbers = torch.arange(self.experts.num_experts, device=chosen.device).repeat(self.group.size())
-        numbers = numbers.repeat_interleave(coming)
-        results = AllToAll.apply(self._computed(rows, numbers), arriving, sent, self.group)
-        return sorting.summed(results, top_k_weights).to(hidden_states.dtype)
+        received = AllToAll.apply(rows, sent, arriving, self.group)
+        numbers = torch.arange(self.experts.num_experts, device=rows.device).repeat(self.group.size())
+        results: Tensor = AllToAll.apply(
+            self._computed(received, numbers.repeat_interleave(coming)), arriving, sent, self.group
+        )
+        return results
 
     def _computed(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Return each row (R, D) after its local expert, with weight one."""
@@ -144,6 +170,52 @@ class Dispatch:
             # A filler row, whose result is dropped: the rank's experts have gradients, of zero, and its exchange a
             # backward pass.
             rows, numbers = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))]), numbers.new_zeros(1)
+        return self.local_results(rows, numbers)[:received]
+
+    def local_results(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Return each row (R, D) after the local expert of its number, R of at least one."""
         forward = ALL_EXPERTS_FUNCTIONS[EXPERTS]
         outputs: Tensor = forward(self.experts, rows, numbers[:, None], rows.new_ones((len(rows), 1)))
-        return outputs[:received]
+        return outputs
+
+
+class SortedDispatch(Dispatch):
+    """The forward of a matrix for each expert, which gets rows sorted by expert, as in JetMoE."""
+
+    def __call__(self, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:  # type: ignore[override]
+        """Return the product of each row (R, in) with the matrix of its expert; each expert has as many rows as
+        `expert_size` says.
+        """
+        return self.exchanged(inputs, torch.tensor(expert_size, device=inputs.device))
+
+    def local_results(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        sorting = Sorting.of(numbers[:, None])
+        sizes = numbers.bincount(minlength=self.experts.num_experts).tolist()
+        outputs: Tensor = type(self.experts.module).forward(self.experts, sorting.rows_of(rows), sizes)
+        return outputs.index_select(0, sorting.positions)
+
+
+class CopiesDispatch(Dispatch):
+    """The forward of experts that get a copy of all tokens each, times the router's scores, as in Llama 4.
+
+    A token has a score of 0 for an expert that was not chosen, and such a row a result of 0: it is not sent.
+    """
+
+    def __init__(self, module: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(module, group)
+        self.experts = GatedExperts(module, self.experts.num_experts)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the results (E·T, D) of the copies (E·T, D), which are sorted by expert."""
+        experts = self.experts.num_experts * self.group.size()
+        chosen = hidden_states.detach().ne(0).any(-1).nonzero()[:, 0]
+        counts = (chosen // (len(hidden_states) // experts)).bincount(minlength=experts)
+        results = self.exchanged(hidden_states.index_select(0, chosen), counts)
+        return torch.zeros_like(hidden_states).index_add(0, chosen, results)
+
+
+OTHER_FORMS: dict[str, type[Dispatch]] = {
+    "JetMoeParallelExperts": SortedDispatch,
+    "Llama4TextExperts": CopiesDispatch,
+}
+"""The exchanges of experts without transformers' common forward, by the name of their class."""

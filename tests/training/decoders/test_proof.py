@@ -28,7 +28,7 @@ from braidrl.training.decoders.proof import (
     remembered,
     unexercised,
 )
-from braidrl.training.decoders.shrink import special_ids
+from braidrl.training.decoders.shrink import shrink_config, special_ids
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import full_tensor
 
@@ -159,6 +159,16 @@ def test_proof_finds_fault_in_the_model(fault: str) -> None:
     with quietly():
         twin = Twin(config_of(name), alter=alter)
     assert line == wrong_lines(twin, PLANS[name])[0]
+
+
+def test_a_twin_has_groups_of_experts_and_widths_of_heads_that_its_type_computes_with() -> None:
+    grouped, latent, odd = (
+        shrink_config(config_of(name)) for name in ("bailing_hybrid", "dots3_note_text", "flex_olmo")
+    )
+    assert grouped.num_experts // grouped.num_expert_group == 2, "a router adds up the two best scores of a group"
+    sliding = latent.per_layer_config["sliding_attention"]
+    assert sliding.head_dim == sliding.qk_nope_head_dim + sliding.qk_rope_head_dim
+    assert odd.num_experts % 2 == 0 and odd.num_experts > odd.num_experts_per_tok, "two ranks share them"
 
 
 def test_proof_finds_state_that_does_not_move_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

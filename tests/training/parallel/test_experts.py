@@ -20,6 +20,7 @@ from braidrl.training.loading import load_decoder
 from braidrl.training.parallel.experts import check_experts, experts_of
 from tests.invariants.traces import EVERY_STEP, merged, weights
 from tests.tiny import MIXTURE, TOKENIZER, Workshop, braid, metrics_agree, sums, wait_for_steps, write_jsonl
+from tests.training.decoders.families import write_family
 
 WAIT_S = 200.0
 EXPERT: dict[str, Any] = {"expert": 2}
@@ -66,6 +67,14 @@ ADAPTED: dict[int, list[dict[str, Any]]] = {
 """Layouts of adapters on experts: each resumes from the one before."""
 
 
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "inkling_text": [EXPERT],
+    "llama4_text": [EXPERT],
+    "jetmoe": [EXPERT, {**EXPERT, "shard": "full"}, {**EXPERT, "sequence": 2}],
+}
+"""Layouts of models that run once for each length of rows, and of experts without transformers' common forward."""
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("mixture")
@@ -80,6 +89,15 @@ def test_ranks_that_share_experts_give_the_result_of_one_process(mixture: str, s
     cases = {name: (mixture, layouts) for name, layouts in LAYOUTS[size].items()}
     task = {"cases": {}, "experts": cases, "folder": str(tmp_path)}
     assert run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S) == {name: [] for name in cases}
+
+
+@pytest.mark.soak
+def test_experts_of_models_by_rows_and_of_other_forms_are_shared_while_layers_are_recomputed(tmp_path: Path) -> None:
+    folders = {name: str(write_family(tmp_path / name, name)) for name in OTHERS}
+    cases = {f"{name} under {layout}": (folders[name], layout, {}) for name in OTHERS for layout in OTHERS[name]}
+    task = {"cases": {}, "stepped": cases}
+    of_ranks = run_ranks("tests.training.parallel.laid_out:compare", task, 2, WAIT_S)
+    assert of_ranks == {name: [] for name in cases}
 
 
 @pytest.mark.soak
