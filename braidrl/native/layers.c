@@ -69,3 +69,22 @@ void gate_backward(const number *grad, const number *gate, const number *up, num
         }
     }
 }
+
+/* Rotary embedding of `heads` vectors a row: out = x * cosine + turned(x) * sine, where turned has the second half of x with the
+   other sign, then the first. With `inverse` the gradient of x, from that of out. Cosines and sines are (rows, width). */
+void rotate(const number *x, const number *cosine, const number *sine, number *out, int64_t rows, int64_t heads, int64_t width,
+            int inverse, int threads) {
+    int64_t half = width / 2;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows * heads; row++) {
+        const number *restrict c = cosine + row / heads * width, *restrict s = sine + row / heads * width;
+        const number *restrict low = x + row * width, *restrict high = low + half;
+        number *restrict to_low = out + row * width, *restrict to_high = to_low + half;
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) {
+            float of_high = inverse ? load(s[i + half]) : -load(s[i]), of_low = inverse ? -load(s[i]) : load(s[i + half]);
+            to_low[i] = store(load(low[i]) * load(c[i]) + load(high[i]) * of_high);
+            to_high[i] = store(load(high[i]) * load(c[i + half]) + load(low[i]) * of_low);
+        }
+    }
+}

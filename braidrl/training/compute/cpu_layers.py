@@ -1,11 +1,13 @@
-"""Layers that a CPU computes faster than transformers does: norms and gated activations in C.
+"""Layers that a CPU computes faster than transformers does: norms, gated activations and rotary embeddings in C.
 
 They take one pass over memory instead of five to ten. Modules keep transformers' parameters and names, and compute as
 before on another device or in another dtype. The experts of a mixture are in `experts.py`.
 """
 
-from collections.abc import Sequence
-from functools import cache
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
 ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
 MIXTURES = {"Qwen3Moe": "Qwen3", "Qwen2Moe": "Qwen2", "Mixtral": "Llama"}
 """Families of mixtures whose norms, gates and attention compute what those of a dense family do."""
+ROTARY = "apply_rotary_pos_emb"
+"""The function by which transformers' attention layers rotate queries and keys."""
 DTYPES = (torch.float32, torch.bfloat16)
 PARTS = 16
 """Partial sums of a norm weight's gradient; fixed, so that results do not depend on the number of threads."""
@@ -32,6 +36,19 @@ def derived(kind: Any, forward: Any, name: str = "forward") -> Any:
     """Return a subclass of `kind` with another forward, or another method `name`; the original is `plain_forward`."""
     methods = {name: forward, "__module__": kind.__module__, f"plain_{name}": getattr(kind, name)}
     return type(kind.__name__, (kind,), methods)
+
+
+@cache
+def rotating(kind: Any, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """Return the forward method of an attention layer with `rotate` in place of its rotary function, which is passed
+    first.
+    """
+    # A copy of the method with another global; transformers' class stays unchanged.
+    plain: Any = inspect.unwrap(kind.forward)
+    names = {**plain.__globals__, ROTARY: partial(rotate, plain.__globals__[ROTARY])}
+    copied = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    copied.__kwdefaults__ = plain.__kwdefaults__
+    return copied
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -50,6 +67,7 @@ def compile_layers(model: PreTrainedModel) -> None:
             module.__class__ = derived(kind, gate_of)
         elif name in ATTENTIONS:
             setattr(module, COMPILED, True)
+            module.__class__ = derived(kind, rotating(kind, rotate))
         elif getattr(kind, "_apply_gate", None) is _default_apply_gate and type(module.act_fn).__name__ in SILU:
             module.__class__ = derived(kind, gate_of_experts, "_apply_gate")
 
@@ -74,6 +92,45 @@ def gate_of_experts(module: Any, both: Tensor) -> Tensor:
     if not in_memory(both) or both.dtype not in DTYPES:
         return module.plain__apply_gate(both)
     return _GateOfHalves.apply(both)
+
+
+def rotate(plain: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries (1, H, N, D) and keys (1, K, N, D) rotated by cosines and sines (1, N, D); `plain` is
+    transformers' function.
+    """
+    tensors = query, key, cos, sin
+    fitting = len({tensor.dtype for tensor in tensors}) == 1 and query.dtype in DTYPES
+    if not in_memory(*tensors) or not fitting or cos.shape != (len(query), *query.shape[2:]):
+        both: tuple[Tensor, Tensor] = plain(query, key, cos, sin)
+        return both
+    return _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """Vectors (B, H, N, D), which lie in memory by token, rotated by cosines and sines (B, N, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.angles = cos.contiguous(), sin.contiguous()
+        return rotated(x, *ctx.angles, inverse=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return rotated(grads[0], *ctx.angles, inverse=True), None, None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
+    """Return vectors (B, H, N, D) rotated by cosines and sines (B, N, D), or the gradient of it (`inverse`)."""
+    tokens, dtype = x.transpose(1, 2).contiguous(), x.dtype
+    out = torch.empty_like(tokens)
+    library("layers", dtype).rotate(
+        *[address(tensor, dtype) for tensor in (tokens, cos, sin, out)],
+        cos.shape[0] * cos.shape[1],
+        *tokens.shape[2:],
+        inverse,
+        torch.get_num_threads(),
+    )
+    return out.transpose(1, 2)
 
 
 class _Norm(torch.autograd.Function):

@@ -8,11 +8,9 @@ Modules keep transformers' parameters and names, and compute as before on anothe
 """
 
 import importlib.util
-import inspect
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
-from braidrl.training.compute.cpu_layers import ATTENTIONS, GATES, NORMS, SILU, derived
+from braidrl.training.compute.cpu_layers import ATTENTIONS, GATES, NORMS, SILU, derived, rotating
 
 LIGER = "liger_kernel"
 logger = logging.getLogger(__name__)
@@ -98,8 +96,6 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 NOT_PLAIN = (DTensor, AsyncCollectiveTensor)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROTARY = "apply_rotary_pos_emb"
-"""The function by which transformers' attention layers rotate queries and keys."""
 
 
 def use_kernels(model: PreTrainedModel, kernels: LayerKernels | None = None) -> None:
@@ -127,19 +123,13 @@ def forward_of(kind: Any, kernels: LayerKernels) -> Any:
         multiplied = kernels.gate(gated, up) if fits(kernels, gated, up) else module.act_fn(gated) * up
         return module.down_proj(multiplied)
 
-    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        turn = kernels.rotate if fits(kernels, query, key) and cos.dtype == query.dtype else rotary_of_class
+    def rotate(plain: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        turn = kernels.rotate if fits(kernels, query, key) and cos.dtype == query.dtype else plain
         return turn(query, key, cos, sin)
 
-    if kind.__name__ not in ATTENTIONS:
-        return norm if kind.__name__ in NORMS else gate
-    # A copy of the layer's forward with another rotary function; transformers' class stays unchanged.
-    plain: Any = inspect.unwrap(kind.forward)
-    rotary_of_class = plain.__globals__[ROTARY]
-    names = {**plain.__globals__, ROTARY: rotate}
-    copied = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    copied.__kwdefaults__ = plain.__kwdefaults__
-    return copied
+    if kind.__name__ in ATTENTIONS:
+        return rotating(kind, rotate)
+    return norm if kind.__name__ in NORMS else gate
 
 
 def fits(kernels: LayerKernels, *tensors: Tensor) -> bool:

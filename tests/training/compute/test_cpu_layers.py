@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,8 @@ from torch import nn
 from braidrl.native import linear
 from braidrl.native.linear import ProductLinear, add_weight_gradient, product, use_fast_products, weight_gradient
 from braidrl.training.compute.attention import PackedSequences
-from braidrl.training.compute.cpu_layers import _Gate, _GateOfHalves, _Norm, compile_layers, norm_of
+from braidrl.training.compute.cpu_layers import _Gate, _GateOfHalves, _Norm, compile_layers, norm_of, rotate
+from braidrl.training.compute.cuda_layers import rotary
 from tests.training.compute.test_attention import CONFIGS, LENGTHS, SIZES, models
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -55,6 +58,21 @@ def test_the_gate_of_experts_has_the_bits_of_the_gate_of_its_halves(dtype: torch
     assert torch.equal(*results)
     gradients = [torch.autograd.grad(result.float().square().sum(), both)[0] for result in results]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotations_and_their_gradients_are_the_formulas(dtype: torch.dtype) -> None:
+    shapes = (2, 4, 7, 6), (2, 2, 7, 6)
+    states = [torch.randn(shape).to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for shape in shapes]
+    angles = torch.randn(2, 7, 6).to(dtype)
+    results = []
+    for turn in (partial(rotate, None), rotary):
+        inputs = [tensor.clone().requires_grad_() for tensor in states]
+        outputs = turn(*inputs, angles.cos(), angles.sin())
+        total = sum((out.float() * torch.linspace(-1, 1, 6)).square().sum() for out in outputs)
+        results.append([*outputs, *torch.autograd.grad(total, inputs)])
+    for mine, formula in zip(*results, strict=True):
+        torch.testing.assert_close(mine, formula, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_layers_in_float64_compute_as_before() -> None:
