@@ -70,6 +70,7 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
         "norm_backward": [None, *[POINTER] * 6, *[LONG] * 3, INT],
         "gate_forward": [None, *[POINTER] * 3, *[LONG] * 3, INT],
         "gate_backward": [None, *[POINTER] * 5, *[LONG] * 3, INT],
+        "scaled_gate_backward": [None, *[POINTER] * 6, *[LONG] * 2, INT],
         "rotate": [None, *[POINTER] * 4, *[LONG] * 3, INT, INT],
     },
     "products": {

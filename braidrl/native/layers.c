@@ -70,6 +70,28 @@ void gate_backward(const number *grad, const number *gate, const number *up, num
     }
 }
 
+/* `gate_backward` of rows of gates and values of up side by side, `both` (rows, 2 * width), whose results are multiplied by `scales`
+   (rows): from the gradient of the product, `grad`, also the scaled results in `active`, and the gradients of the scales. */
+void scaled_gate_backward(const number *grad, const number *both, const number *scales, number *active, number *to_both,
+                          float *to_scales, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const number *restrict grads = grad + r * width, *restrict gates = both + r * 2 * width, *restrict ups = gates + width;
+        number *restrict out = active + r * width, *restrict to_gate = to_both + r * 2 * width, *restrict to_up = to_gate + width;
+        float scale = load(scales[r]), product = 0;
+#pragma omp simd reduction(+ : product)
+        for (int64_t i = 0; i < width; i++) {
+            float g = load(gates[i]), sigmoid = 1.0f / (1.0f + exponential(-g)), silu = g * sigmoid;
+            float result = load(store(silu * load(ups[i]))), scaled = load(grads[i]) * scale;
+            product += load(grads[i]) * result;
+            out[i] = store(result * scale);
+            to_up[i] = store(scaled * silu);
+            to_gate[i] = store(scaled * load(ups[i]) * sigmoid * (1.0f + g * (1.0f - sigmoid)));
+        }
+        to_scales[r] = product;
+    }
+}
+
 /* Rotary embedding of `heads` vectors a row: out = x * cosine + turned(x) * sine, where turned has the second half of x with the
    other sign, then the first. With `inverse` the gradient of x, from that of out. Cosines and sines are (rows, width). */
 void rotate(const number *x, const number *cosine, const number *sine, number *out, int64_t rows, int64_t heads, int64_t width,

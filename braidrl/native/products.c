@@ -75,9 +75,11 @@ void pack(const number *weight, float *panels, int64_t inner, int64_t columns, i
         pack_panel(weight + c * inner, inner, columns - c < WIDTH ? (int)(columns - c) : WIDTH, panels + c * inner);
 }
 
-/* Sums of a tile. Meanwhile the panels at `ahead`, which are read next and rarely lie in a cache, come from memory. */
+/* Sums of a tile. Meanwhile the panels at `ahead`, which are read next and rarely lie in a cache, come from memory, `pace` numbers at
+   each step: loads at an even pace do not make products wait. */
 static inline __attribute__((always_inline)) void tile(const float *restrict x, const float *restrict panels, int64_t inner,
-                                                       int rows, int wide, const float *ahead, vector sums[ROWS][PANELS]) {
+                                                       int rows, int wide, const float *ahead, int64_t pace,
+                                                       vector sums[ROWS][PANELS]) {
     for (int64_t first = 0; first < inner; first += PART) {
         int64_t end = first + PART < inner ? first + PART : inner;
         vector total[ROWS][PANELS];
@@ -85,7 +87,7 @@ static inline __attribute__((always_inline)) void tile(const float *restrict x, 
             for (int c = 0; c < wide; c++) total[r][c] = (vector){0};
         for (int64_t k = first; k < end; k++) {
             vector right[PANELS];
-            __builtin_prefetch(ahead + k * LINE, 0, 2);
+            __builtin_prefetch(ahead + k * pace, 0, 2);
             for (int c = 0; c < wide; c++) {
                 right[c] = *(const vector *)(panels + (c * inner + k) * WIDTH);
                 if (rows > 1) IN_REGISTER(right[c]);
@@ -107,11 +109,11 @@ static inline __attribute__((always_inline)) void tile(const float *restrict x, 
 /* A function for each number of rows and panels, so that the loops above have constant bounds. */
 #define TILE(r, c)                                                                                                      \
     case r * 16 + c:                                                                                                    \
-        tile(x, panels, inner, r, c, ahead, sums);                                                                      \
+        tile(x, panels, inner, r, c, ahead, pace, sums);                                                                      \
         break;
 #define TILES(r) TILE(r, 1) TILE(r, 2) TILE(r, 3)
 static void tile_of(const float *x, const float *panels, int64_t inner, int rows, int wide, const float *ahead,
-                    vector sums[ROWS][PANELS]) {
+                    int64_t pace, vector sums[ROWS][PANELS]) {
     switch (rows * 16 + wide) {
         TILES(1) TILES(2) TILES(3) TILES(4)
         TILE(1, PANELS)
@@ -124,12 +126,12 @@ static void tile_of(const float *x, const float *panels, int64_t inner, int rows
 
 /* Products of some rows x (rows, inner) with `wide` panels, whose first column is `column`; out has `columns`; see `tile`. */
 static void multiply(const float *x, const float *panels, const number *bias, number *out, int rows, int64_t inner, int wide,
-                     int64_t column, int64_t columns, const float *ahead) {
+                     int64_t column, int64_t columns, const float *ahead, int64_t pace) {
     vector sums[ROWS][PANELS];
     for (int done = 0, now; done < wide; done += now) {
         int left = wide - done;
         now = left >= panels_of(rows) ? panels_of(rows) : left < 3 ? left : 3;
-        tile_of(x, panels + done * inner * WIDTH, inner, rows, now, ahead, sums);
+        tile_of(x, panels + done * inner * WIDTH, inner, rows, now, ahead, pace, sums);
         int64_t first = column + done * WIDTH, count = columns - first < now * WIDTH ? columns - first : now * WIDTH;
         for (int r = 0; r < rows; r++) {
             const float *from = (const float *)sums[r];
@@ -164,10 +166,12 @@ static void product_by_team(const float *x, const number *weight, const float *p
             }
             panels = memory;
         }
-        int64_t size = wide * inner * WIDTH;
+        /* The tiles of these panels together bring the next ones. */
+        int64_t size = wide * inner * WIDTH, tiles = (rows + high - 1) / high, share = wide * WIDTH / tiles;
+        int64_t pace = share < LINE ? share : LINE;
         for (int64_t r = 0; r < rows; r += high)
             multiply(x + r * inner, panels, bias, out + r * columns, rows - r < high ? (int)(rows - r) : high, inner, wide,
-                     first * WIDTH, columns, panels + size + r / high * LINE * inner % size);
+                     first * WIDTH, columns, panels + size + r / high * pace * inner, pace);
     }
 }
 

@@ -87,9 +87,14 @@ def gate_of(module: Any, x: Tensor) -> Tensor:
     return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
 
 
+def has_gate_kernel(*tensors: Tensor) -> bool:
+    """Return True for tensors that the kernels of gates take: in memory and of one dtype."""
+    return in_memory(*tensors) and tensors[0].dtype in DTYPES and len({tensor.dtype for tensor in tensors}) == 1
+
+
 def gate_of_experts(module: Any, both: Tensor) -> Tensor:
     """Return silu(gate) · up, (S, I), of rows of both, (S, 2 I)."""
-    if not in_memory(both) or both.dtype not in DTYPES:
+    if not has_gate_kernel(both):
         return module.plain__apply_gate(both)
     return _GateOfHalves.apply(both)
 
@@ -207,6 +212,25 @@ class _GateOfHalves(torch.autograd.Function):
         to_both = torch.empty_like(both)
         gate_backward(grads[0].contiguous(), [*halves(both), *halves(to_both)], both.shape[-1])
         return to_both
+
+
+def scaled_gate_gradients(both: Tensor, scales: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for y = silu(gate) · up of rows of both, (S, 2 I), the rows scales · y, (S, I), and the gradients of both
+    and of the scales, (S,), from the gradient (S, I) of scales · y.
+    """
+    dtype, active, to_both, to_scales = (
+        both.dtype,
+        torch.empty_like(grad),
+        torch.empty_like(both),
+        torch.empty(len(both)),
+    )
+    library("layers", dtype).scaled_gate_backward(
+        *[address(tensor, dtype) for tensor in (grad, both, scales, active, to_both)],
+        address(to_scales, torch.float32),
+        *grad.shape,
+        torch.get_num_threads(),
+    )
+    return active, to_both, to_scales
 
 
 def halves(both: Tensor) -> tuple[int, int]:

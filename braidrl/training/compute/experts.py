@@ -25,6 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from braidrl.native.building import in_memory
 from braidrl.native.linear import has_row_product, product, product_into, row_product, weight_gradient_into
+from braidrl.training.compute.cpu_layers import gate_of_experts, has_gate_kernel, scaled_gate_gradients
 
 EXPERTS = "braid"
 """The name of this implementation of experts in transformers."""
@@ -176,20 +177,15 @@ class _Experts(torch.autograd.Function):
                     stack[expert].zero_()
         for expert, rows, tokens in slices(ctx.sorting, ctx.sizes):
             to_outputs = gradient.index_select(0, tokens)
-            with torch.enable_grad():
-                before = inner[rows].detach().requires_grad_()
-                active = ctx.activate(before)
             to_active, scale = product(to_outputs, down[expert].t()), scales[rows]
+            scaled, to_inner, values = activation_gradients(ctx.activate, inner[rows], scale, to_active)
             if of_weights:
-                values = torch.linalg.vecdot(to_active, active.detach())
                 values = values if down_bias is None else values + to_outputs @ down_bias[expert]
                 to_scales[rows] = values[:, None].to(scales.dtype)
             if to_down is not None:
-                scaled = (active.detach() * scale).to(to_outputs.dtype)
-                weight_gradient_into(to_down[expert], to_outputs, scaled)
+                weight_gradient_into(to_down[expert], to_outputs, scaled.to(to_outputs.dtype))
             if to_down_bias is not None:
                 to_down_bias[expert] = (to_outputs * scale).sum(0)
-            (to_inner,) = torch.autograd.grad(active, before, (to_active * scale).to(active.dtype))
             if to_up is not None:
                 weight_gradient_into(to_up[expert], to_inner, states.index_select(0, tokens))
             if to_up_bias is not None:
@@ -199,6 +195,21 @@ class _Experts(torch.autograd.Function):
         to_weights = to_scales.index_select(0, ctx.sorting.positions).view(ctx.weights) if of_weights else None
         summed = None if to_states is None else to_states.to(states.dtype)
         return summed, to_weights, to_up, to_up_bias, to_down, to_down_bias, None, None, None
+
+
+def activation_gradients(
+    activate: Callable[[Tensor], Tensor], states: Tensor, scales: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for rows y = activate(states) the rows scales · y, (S, I), and the gradients of the states and of the
+    scales, (S,), from the gradient (S, I) of scales · y; the scales are (S, 1).
+    """
+    if getattr(activate, "__func__", None) is gate_of_experts and has_gate_kernel(states, scales, gradient):
+        return scaled_gate_gradients(states, scales, gradient)
+    with torch.enable_grad():
+        states = states.detach().requires_grad_()
+        active = activate(states)
+    (to_states,) = torch.autograd.grad(active, states, (gradient * scales).to(active.dtype))
+    return active.detach() * scales, to_states, torch.linalg.vecdot(gradient, active.detach())
 
 
 def slices(sorting: Sorting, sizes: list[int]) -> Iterator[tuple[int, slice, Tensor]]:

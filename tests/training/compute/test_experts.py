@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import MethodType
 
 import pytest
 import torch
 from torch import Tensor
 
-from braidrl.training.compute.experts import EXPERTS
+from braidrl.training.compute.cpu_layers import gate_of_experts
+from braidrl.training.compute.experts import EXPERTS, activation_gradients
 from braidrl.training.parallel.experts import experts_of
 from tests.training.decoders.families import family_config, tiny_model
 
@@ -58,3 +60,17 @@ def test_frozen_experts_have_no_gradients_and_pass_that_of_their_tokens_on() -> 
     sums = module.requires_grad_(False)(states, chosen, weights.detach())
     (gradient,) = torch.autograd.grad(sums.sum(), [states])
     torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_one_pass_over_gates_and_scales_computes_what_torch_computes(dtype: torch.dtype, tolerance: float) -> None:
+    both, scales, gradient = (torch.randn(shape).to(dtype) for shape in ((37, 100), (37, 1), (37, 50)))
+
+    def plain(states: Tensor) -> Tensor:
+        gate, up = states.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    by_kernel = activation_gradients(MethodType(gate_of_experts, object()), both, scales, gradient)
+    by_torch = activation_gradients(plain, both, scales, gradient)
+    for kernels, torchs in zip(by_kernel, by_torch, strict=True):
+        torch.testing.assert_close(kernels.float(), torchs.float(), rtol=tolerance, atol=3 * tolerance)
