@@ -185,8 +185,8 @@ class TrainerConfig(Section):
     rounding.
     """
     compile: bool = True
-    """On a CPU: compiled C kernels for norms and gated activations (compiled once, in about a second); torch's if there
-    is no C compiler. On CUDA: Triton kernels for these, rotary embeddings and log-probs, from liger-kernel if
+    """On a CPU: compiled C kernels for norms, gated activations and rotary embeddings (compiled once, in about a
+    second); torch's if there is no C compiler. On CUDA: Triton kernels for these and log-probs, from liger-kernel if
     installed, else from torch.compile.
     """
     layout: ParallelLayout = ParallelLayout()
