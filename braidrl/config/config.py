@@ -308,8 +308,8 @@ class RolloutConfig(Section):
     """
     compile: bool = True
     """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes without a C compiler,
-    or if the model is not a Qwen2, Qwen3 or Llama. On CUDA: record decode steps as CUDA graphs, and keep the KV cache
-    reserved between generations.
+    or if the model is not a Qwen2, Qwen3 or Llama. On CUDA: decode Qwen2, Qwen3 and Llama with Triton kernels, record
+    decode steps as CUDA graphs, and keep the KV cache reserved between generations.
     """
     speculation: Literal["auto", "off"] = "auto"
     """Exact speculation of the embedded engine's compiled kernels (`compile`, on a CPU). Next tokens are guessed from

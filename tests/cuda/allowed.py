@@ -4,7 +4,7 @@ from __future__ import annotations
 
 WAITS = {
     "training/optimizer.py:all_finite": "once an optimizer step the host learns whether the weights are finite",
-    "engines/embedded/embedded_engine.py:indices_of": (
+    "engines/embedded/slot_states.py:indices_of": (
         "once a step the host learns which rows have ended, and fills their slots"
     ),
     "engines/embedded/embedded_engine.py:EmbeddedEngine._take": "finished responses go to the host",

@@ -31,10 +31,11 @@ from braidrl.data.chat import end_of_sequence_ids
 from braidrl.data.rows import Uid
 from braidrl.data.token_columns import LOG_PROBS, ROUTED_EXPERTS, column_of, computed_columns, returned_columns
 from braidrl.engines.embedded.adapters import PolicyAdapters
+from braidrl.engines.embedded.cpu_kernels import Kernels
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
-from braidrl.engines.embedded.native_decoder import NativeDecoder, native_decoder
+from braidrl.engines.embedded.native_decoder import NativeDecoder, cuda_decoder, native_decoder
 from braidrl.engines.embedded.prompts import Prompts, adapted, prompt_key
-from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates
+from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates, indices_of
 from braidrl.engines.embedded.speculation import Speculation
 from braidrl.engines.engine import EngineError, EngineMemory, Speculated
 from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
@@ -123,6 +124,7 @@ class EmbeddedEngine(SteppingEngine):
         can_record = decoding.compile and model.device.type == "cuda" and plan == PACKED
         recorded = can_record and ranks.slices is None and adapters is None
         self._graphs = StepGraphs(CudaRecorder) if recorded else None
+        self._fused = cuda_decoder(model) if recorded else None
         self._rope_lengths = RopeLengths.of(model.config)
         self._by_rows, self._cohorts = plan.by_rows, Cohorts(model)
         self._cache, self._prompts = SlotCache(self.slots, model.dtype, model.device), Prompts()
@@ -233,8 +235,8 @@ class EmbeddedEngine(SteppingEngine):
     def _begin(self, new: Mapping[int, EngineRow]) -> None:
         """Put rows into free slots, and compute the prompts that are missing."""
         self._cache.reserve(self._positions)
-        if self._native is not None:
-            self._native.refresh()
+        if (decoder := self._native or self._fused) is not None:
+            decoder.refresh()
         with_routes = any(ROUTED_EXPERTS in row.request.columns for row in new.values())
         if with_routes:
             use_routing(self.model)
@@ -304,7 +306,9 @@ class EmbeddedEngine(SteppingEngine):
         uniforms = uniform(states.key, states.first_draw + states.drawn)
         routing = Routing() if self._with_routes else None
         if self._graphs is not None and routing is None:
-            logits = self._graphs.logits(len(states.current), longest, self._logits)
+            # Fused attention reads each row's own keys, so one graph serves rows of any length.
+            read = longest if self._fused is None else 1
+            logits = self._graphs.logits(len(states.current), read, self._logits)
         else:
             with routed(routing), adapted(self.adapters, self._policies, [1] * len(self._policies)):
                 logits = self._logits(longest)
@@ -317,7 +321,7 @@ class EmbeddedEngine(SteppingEngine):
         ids = tokens.tolist() if self._watched else []
         return ended, {slot: [ids[slot]] for slot in self._watched}
 
-    def _decode_compiled(self, native: NativeDecoder) -> tuple[list[int], dict[int, list[int]]]:
+    def _decode_compiled(self, native: NativeDecoder[Kernels]) -> tuple[list[int], dict[int, list[int]]]:
         """Decode one step with compiled kernels, which also check guesses of the next tokens."""
         # This thread's seconds: time taken by other programs is not part of a pass's cost.
         states, read, start = self._states, self._pass, time.thread_time()
@@ -386,6 +390,9 @@ class EmbeddedEngine(SteppingEngine):
         states = self._active
         if self._by_rows:
             return logits_of(self.model, self._cohorts.hidden(states.current, states.position))
+        if self._fused is not None:
+            slots = torch.arange(len(states.current), device=states.current.device)
+            return self._fused.logits(states.current, slots, states.position, self._cache, states.shift)
         context = SlotStep(self._cache, states.position, longest)
         hidden = run_body(self.model, states.current[:, None], (states.position + states.shift)[:, None], context)
         return logits_of(self.model, hidden[:, 0])
@@ -491,9 +498,3 @@ class EmbeddedEngine(SteppingEngine):
             self._is_decoding = False
             for module in training:
                 module.training = True
-
-
-def indices_of(mask: Tensor) -> list[int]:
-    """Return the indices of True in a mask (B,); the host waits for the device."""
-    indices: list[int] = mask.nonzero().flatten().tolist()
-    return indices

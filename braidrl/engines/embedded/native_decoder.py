@@ -1,5 +1,5 @@
-"""One decode step of a Llama-like model on the CPU by compiled kernels; matrix products are compiled too, or by torch
-on processors that multiply bfloat16.
+"""One decode step of a Llama-like model by fused kernels: compiled ones on a CPU (`cpu_kernels.py`), Triton's on CUDA
+(`cuda_kernels.py`). Matrix products are compiled too on a CPU, or by torch on processors that multiply bfloat16.
 
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
@@ -14,17 +14,18 @@ Shapes: B tokens in the step, W width, H query heads, K key heads, D head width,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 from transformers import PreTrainedModel
 
-from braidrl.data.token_columns import LOG_PROBS
 from braidrl.engines.embedded.adapters import PolicyAdapters, SideBySide
+from braidrl.engines.embedded.cpu_kernels import Kernels
 from braidrl.engines.embedded.sharded_decoding import SendHidden
-from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, SlotStates
-from braidrl.native.building import address, library
+from braidrl.engines.embedded.slot_states import ROW_MULTIPLE
+from braidrl.native.building import library
 from braidrl.native.linear import (
     ProductLinear,
     gated_experts,
@@ -34,41 +35,26 @@ from braidrl.native.linear import (
     product,
     row_product,
 )
+from braidrl.training.compute.cuda_layers import DTYPES
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.decoders.body import decoder_of
 from braidrl.training.lora import is_adapter
 from braidrl.training.parallel.pipeline import local_layers
 
-BLOCK = 128
+if TYPE_CHECKING:
+    # Imported where it is used: it needs Triton.
+    from braidrl.engines.embedded.cuda_kernels import CudaKernels
+
+FAMILIES = {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
+"""Types of text models. Behind a prompt all axes of a token's position are equal, and a rope of several is one."""
 
 
-class Kernels:
-    """Compiled kernels for one head width, a number of query heads per key head and one dtype: float32 or bfloat16."""
+class StepKernels(Protocol):
+    """The kernels of a layer's decode step between its products; see `cpu_kernels.Kernels`."""
 
-    def __init__(self, functions: Any, dtype: torch.dtype) -> None:
-        self.dtype, self._functions = dtype, functions
+    def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor: ...
 
-    def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-        """Add `update` (B, W) to `residual` (B, W) float32 in place, and return its RMS norm times `weight` (W,), (B,
-        W).
-        """
-        out = torch.empty(residual.shape, dtype=self.dtype)
-        self._functions.add_norm(
-            address(residual, torch.float32),
-            None if update is None else address(update, self.dtype),
-            address(weight, self.dtype),
-            address(out, self.dtype),
-            *residual.shape,
-            epsilon,
-            torch.get_num_threads(),
-        )
-        return out
-
-    def gated(self, both: Tensor) -> Tensor:
-        """Return silu(first half) · second half of `both` (B, 2W), (B, W)."""
-        out = torch.empty((len(both), both.shape[1] // 2), dtype=self.dtype)
-        self._functions.gated(address(both, self.dtype), address(out, self.dtype), *out.shape, torch.get_num_threads())
-        return out
+    def gated(self, both: Tensor) -> Tensor: ...
 
     def attend(
         self,
@@ -82,119 +68,18 @@ class Kernels:
         values: Tensor,
         window: int | None,
         scaling: float,
-    ) -> Tensor:
-        """Attend with B new tokens, given their projections; returns (B, H · D). Raises MemoryError.
-
-        Args:
-            projected: (B, (H + 2K) · D).
-            norms: The weights (D,) of the RMS norms of queries and keys.
-            epsilon: The epsilon of these norms.
-            angles: Cosines and sines (B, D) float32.
-            slots: (B,) int64; the output of a token without a slot, -1, is 0.
-            positions: (B,) int64, ascending for the tokens of a slot.
-            keys: (slots, K, capacity, D), written at `positions`.
-            values: The same shape, written at `positions`.
-            window: Number of earlier positions that a query attends to.
-            scaling: The factor of the scores.
-        """
-        rows, (_, key_heads, capacity, width) = len(projected), keys.shape
-        out = torch.empty((rows, projected.shape[1] - 2 * key_heads * width), dtype=self.dtype)
-        done = self._functions.attend(
-            address(projected, self.dtype),
-            *([address(n, self.dtype) for n in norms] if norms else [None, None]),
-            epsilon,
-            *(address(angle, torch.float32) for angle in angles),
-            address(slots, torch.int64),
-            address(positions, torch.int64),
-            address(keys, self.dtype),
-            address(values, self.dtype),
-            address(out, self.dtype),
-            rows,
-            key_heads,
-            capacity,
-            window or 0,
-            scaling,
-            torch.get_num_threads(),
-        )
-        if not done:
-            raise MemoryError("no memory for the scores of a decode step")
-        return out
-
-    def keep(
-        self, read: Tensor, starts: Tensor, slots: Tensor, drawn: Tensor, log_probs: Tensor, states: SlotStates
-    ) -> tuple[Tensor, Tensor]:
-        """Append the drawn tokens of a step to its rows' states, up to the first wrong guess; return the masks of kept
-        tokens (B,) and ended rows (R,).
-
-        Mark which tokens (B,) count, and which rows (R,) have ended.
-
-        Args:
-            read: (B,), tokens starts[r] to starts[r + 1] are the current token of row r and guesses of its next ones.
-            starts: (R + 1,).
-            slots: (R,), the rows' slots.
-            drawn: (B,), the token that was drawn behind each.
-            log_probs: (B,) float32, of `drawn`.
-            states: All slots' states; columns other than log-probs are unchanged.
-        """
-        kept, ended = torch.zeros(len(read), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
-        slot_log_probs = states.per_token[LOG_PROBS]
-        self._functions.keep(
-            *(address(integers, torch.int64) for integers in (read, starts, slots, drawn)),
-            address(log_probs, torch.float32),
-            address(states.tokens, torch.int64),
-            address(slot_log_probs, torch.float32),
-            *(
-                address(integers, torch.int64)
-                for integers in (states.current, states.position, states.drawn, states.limit)
-            ),
-            address(states.stop_token_ids, torch.int64),
-            address(kept, torch.bool),
-            address(ended, torch.bool),
-            len(slots),
-            states.tokens.shape[1],
-            states.stop_token_ids.shape[1],
-        )
-        return kept, ended
-
-    def draw(
-        self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Draw tokens (B,) from logits (B, V) by `uniforms` (B,) float64, or the likeliest; return them with log-probs
-        (B,) float32.
-        """
-        rows, vocabulary = logits.shape
-        temperatures = torch.ones(rows, dtype=torch.float64) if temperatures is None else temperatures
-        greedy = torch.zeros(rows, dtype=torch.bool) if greedy is None else greedy
-        tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-        sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
-        self._functions.draw(
-            address(logits, self.dtype),
-            address(temperatures, torch.float64),
-            address(greedy, torch.bool),
-            address(uniforms, torch.float64),
-            address(tokens, torch.int64),
-            address(log_probs, torch.float32),
-            address(sums, torch.float64),
-            rows,
-            vocabulary,
-            torch.get_num_threads(),
-        )
-        return tokens, log_probs
+    ) -> Tensor: ...
 
 
-FAMILIES = {"qwen2", "qwen3", "llama", "qwen3_moe", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
-"""Types of text models. Behind a prompt all axes of a token's position are equal, and a rope of several is one."""
+KernelsT = TypeVar("KernelsT", bound=StepKernels)
 
 
-def native_decoder(model: PreTrainedModel, adapters: PolicyAdapters | None = None) -> "NativeDecoder | None":
-    """Return a compiled decoder, with `adapters` of several policies.
+def native_decoder(model: PreTrainedModel, adapters: PolicyAdapters | None = None) -> "NativeDecoder[Kernels] | None":
+    """Return a compiled decoder for a model on a CPU, with `adapters` of several policies.
 
     Returns None if the kernels do not support the model or no compiler works.
     """
-    config: Any = model.config.get_text_config()
-    if config.model_type not in FAMILIES or config.hidden_act != "silu":
-        return None
-    if any(is_adapter(name) for name, _ in model.named_parameters()):
+    if not is_supported(model):
         return None
     # Products must give a row the same bits for any number of rows: an expert may have one row or all.
     mixtures = [layer.mlp for layer in local_layers(model) if hasattr(layer.mlp, "experts")]
@@ -202,10 +87,38 @@ def native_decoder(model: PreTrainedModel, adapters: PolicyAdapters | None = Non
         return None
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return None
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config: Any = model.config.get_text_config()
     group = config.num_attention_heads // config.num_key_value_heads
-    functions = library("decode", model.dtype, HEAD=width, GROUP=group)
-    return None if functions is None else NativeDecoder(model, Kernels(functions, model.dtype), width, adapters)
+    functions = library("decode", model.dtype, HEAD=head_width(config), GROUP=group)
+    return None if functions is None else NativeDecoder(model, Kernels(functions, model.dtype), adapters)
+
+
+def cuda_decoder(model: PreTrainedModel) -> "NativeDecoder[CudaKernels] | None":
+    """Return a decoder by Triton kernels for a model on CUDA; None if they do not support it, or without Triton."""
+    linears = [module for layer in local_layers(model) for module in layer.modules() if hasattr(module, "in_features")]
+    if not is_supported(model) or not all(map(is_plain, linears)):
+        return None
+    if any(hasattr(layer.mlp, "experts") for layer in local_layers(model)):
+        return None
+    width = head_width(model.config.get_text_config())
+    if model.device.type != "cuda" or model.dtype not in DTYPES or width & (width - 1) or not has_triton():
+        return None
+    from braidrl.engines.embedded.cuda_kernels import CudaKernels
+
+    return NativeDecoder(model, CudaKernels())
+
+
+def is_supported(model: PreTrainedModel) -> bool:
+    """Return True for a model whose layers are computed as `NativeDecoder` does."""
+    config: Any = model.config.get_text_config()
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return False
+    return not any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def head_width(config: Any) -> int:
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width
 
 
 def is_undivided(mixture: Any) -> bool:
@@ -257,12 +170,10 @@ class DecoderLayer:
     scaling: float
 
 
-class NativeDecoder:
+class NativeDecoder(Generic[KernelsT]):
     """A decoder that reads the weights of `model` in place; see `native_decoder` for the supported models."""
 
-    def __init__(
-        self, model: PreTrainedModel, kernels: Kernels, width: int, adapters: PolicyAdapters | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: KernelsT, adapters: PolicyAdapters | None = None) -> None:
         config: Any = model.config.get_text_config()
         self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
         self._adapters = adapters
@@ -271,7 +182,7 @@ class NativeDecoder:
         self._adapter_changes = -1
         self._policies: Tensor | None = None
         """The number of the policy of each token in this step."""
-        self._by_row = has_row_product(model.dtype)
+        self._by_row = model.device.type == "cpu" and has_row_product(model.dtype)
         self.row_multiple = 4 if self._by_row else ROW_MULTIPLE
         """Tokens of a step are a multiple of this: few sizes of steps, or what gives a row the same bits."""
         self._panels: dict[int, Tensor] = {}
@@ -280,7 +191,7 @@ class NativeDecoder:
         """Addresses and versions of the weights that were looked up and packed."""
         weighted = *local_layers(model), model.get_output_embeddings() or nn.Identity()
         self._modules = [module for part in weighted for module in part.modules() if module._parameters]
-        self._cached = config.num_key_value_heads, (width, width)
+        self._cached = config.num_key_value_heads, (head_width(config),) * 2
         self._look_up()
 
     def refresh(self) -> None:

@@ -135,6 +135,12 @@ def widened(values: Tensor, room: int, filler: int = 0) -> Tensor:
     return pad(values, (*[0, 0] * (values.dim() - 2), 0, more), value=filler) if more > 0 else values
 
 
+def indices_of(mask: Tensor) -> list[int]:
+    """Return the indices of True in a mask (B,); the host waits for the device."""
+    indices: list[int] = mask.nonzero().flatten().tolist()
+    return indices
+
+
 @dataclass(frozen=True)
 class Pass:
     """The tokens that one step of compiled kernels reads: the current token of each row, its guesses, and padding."""

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded import native_decoder as native
+from braidrl.engines.embedded.cpu_kernels import Kernels
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
-from braidrl.engines.embedded.native_decoder import Kernels, native_decoder, side_by_side
+from braidrl.engines.embedded.native_decoder import native_decoder, side_by_side
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.native import building
 from braidrl.native.building import build, library
