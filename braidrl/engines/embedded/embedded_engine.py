@@ -346,7 +346,7 @@ class EmbeddedEngine(SteppingEngine):
         self.tokens_generated += count
         if speculation is not None:
             rows, checked = len(read.slots), int(read.starts[-1])
-            speculation.observe(len(tokens), checked - rows, count - rows, time.thread_time() - start)
+            speculation.observe(len(tokens), rows, checked - rows, count - rows, time.thread_time() - start)
             self.speculated = (self.speculated or Speculated()) + Speculated(rows, count, checked - rows, count - rows)
         firsts = numbers[read.starts[:-1]].tolist() if self._watched else []
         new = {

@@ -38,6 +38,10 @@ GAIN = 1.1
 """Guesses are taken if a pass then draws so many times as many tokens per second."""
 FEW = 32
 """The most rows for which guesses are considered: with more, a pass is bound by arithmetic, not by reading weights."""
+LOSS = 0.02
+"""The share of passes that guesses may cost more than they save, in the long run."""
+CREDIT = 1.0
+"""Passes that guesses may cost at first; at most twice as many after they have saved some."""
 RECHECK = 4
 """Passes until costs are looked at again while rows fill the machine."""
 MOST_WAIT = 64
@@ -62,12 +66,13 @@ class EarlierResponses:
         self._of_prompt: OrderedDict[bytes, deque[Tensor]] = OrderedDict()
 
     def add(self, prompt: bytes, response: Tensor) -> None:
-        responses = self._of_prompt.setdefault(prompt, deque())
+        if (responses := self._of_prompt.get(prompt)) is None:
+            responses = self._of_prompt[prompt] = deque()
         self._of_prompt.move_to_end(prompt)
         responses.append(response.to(torch.int32))
-        self._tokens += len(response)
+        self._tokens += response.shape[0]
         if len(responses) > REMEMBERED:
-            self._tokens -= len(responses.popleft())
+            self._tokens -= responses.popleft().shape[0]
         while self._tokens > self._most_tokens:
             _, forgotten = self._of_prompt.popitem(last=False)
             self._tokens -= sum(map(len, forgotten))
@@ -145,9 +150,11 @@ class Guesses:
 
     def remember(self, request: Request, drawn: Tensor) -> None:
         """Store a complete response for later epochs."""
-        prompt_length = len(request.prompt) - request.continues
-        name = request.prompt[:prompt_length].numpy().tobytes()
-        self._earlier.add(name, torch.cat([request.prompt[prompt_length:], drawn]) if request.continues else drawn)
+        prompt, response = request.prompt, drawn
+        if request.continues:
+            prompt_length = len(prompt) - request.continues
+            prompt, response = prompt[:prompt_length], torch.cat([prompt[prompt_length:], drawn])
+        self._earlier.add(prompt.numpy().tobytes(), response)
 
     def of(self, slots: Tensor, tokens: Tensor, drawn: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
         """Return up to `most` (R,) guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability
@@ -273,6 +280,8 @@ class Speculation:
         """Passes between two considerations of guesses, and until the next one."""
         self._expected, self.trust = 0.0, 1.0
         """Accepted guesses per expected one, at most 1."""
+        self._plain, self._credit = 1.0, CREDIT
+        """Seconds of the present pass without guesses; passes that guesses may cost before they have to wait."""
         self._unread: dict[int, Request] = {}
         """The rows in slots whose texts are read only when few enough rows are left."""
 
@@ -301,6 +310,9 @@ class Speculation:
         self._expected, rows = 0.0, len(slots)
         if rows > FEW:
             return None
+        self._plain = self.costs(-(-rows // self._multiple) * self._multiple, False)
+        if self._credit < 0:
+            return None
         if self._left:
             self._left -= 1
             return None
@@ -328,9 +340,11 @@ class Speculation:
         counts = torch.bincount(order[:chosen] // LONGEST, minlength=len(slots))
         return drafts, counts
 
-    def observe(self, size: int, guesses: int, accepted: int, seconds: float) -> None:
+    def observe(self, size: int, rows: int, guesses: int, accepted: int, seconds: float) -> None:
         """Record a pass of `size` tokens, with its seconds of this thread."""
         self.measured.add(size, guesses > 0, seconds)
+        saved = (rows + accepted) / rows - seconds / self._plain if guesses else LOSS
+        self._credit = min(2 * CREDIT, self._credit + saved)
         if guesses:
             self.trust += 0.1 * (min(1.0, accepted / max(self._expected, 0.5)) - self.trust)
         else:

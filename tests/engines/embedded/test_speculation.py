@@ -15,7 +15,9 @@ from braidrl.data.rows import FinishReason
 from braidrl.data.token_columns import token_column, token_columns
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.embedded.speculation import (
+    CREDIT,
     DEPTH,
+    LOSS,
     EarlierResponses,
     Guesses,
     PassCosts,
@@ -173,6 +175,25 @@ def test_no_guesses_are_made_where_a_pass_costs_as_much_as_its_tokens() -> None:
     engine.generate(make_requests(groups=4, samples=4, sampling=REPEATING))
     assert engine.speculated is not None and engine.speculated.drafted == 0
     assert engine.speculated.passes == engine.speculated.tokens
+
+
+def test_guesses_whose_passes_cost_more_than_expected_lose_few_passes() -> None:
+    engine = make_engine("qwen3", torch.float32, True, slots=16)
+    speculation, passes, lost = engine.speculation, 0, 0.0
+    assert speculation is not None
+    record = speculation.observe
+
+    def observe(size: int, rows: int, guesses: int, accepted: int, seconds: float) -> None:
+        nonlocal passes, lost
+        passes += 1
+        lost += 4.0 - (rows + accepted) / rows if guesses else 0.0
+        record(size, rows, guesses, accepted, 4.0 if guesses else 1.0)
+
+    speculation.observe = observe  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.generate(make_requests(groups=8, samples=4, sampling=REPEATING))
+    assert engine.speculated is not None and engine.speculated.drafted
+    assert passes > 50 and lost < CREDIT + LOSS * passes + 4.0
 
 
 @pytest.mark.parametrize(
