@@ -38,7 +38,7 @@ from braidrl.training.decoders.image_proof import image_finding
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, best_plan, quietly
 from braidrl.training.decoders.routing import experts_in
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
-from braidrl.training.loading import written_by
+from braidrl.training.processors import written_by
 from braidrl.weights.model_files import auto_class
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests' tokenizer and flows

@@ -42,8 +42,9 @@ from braidrl.queue.client import DataPlane, assembled, write_columns
 from braidrl.queue.storage import Place
 from braidrl.queue.transport import QueueServer, asking_socket
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
-from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
+from braidrl.runtimes.prepare.setup import set_up_torch
 from braidrl.runtimes.streaming import generate, program, weights, worker_process
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.groups import Group

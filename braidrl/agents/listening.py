@@ -1,4 +1,4 @@
-"""The endpoint's listening socket, its API key, and its limit on connections.
+"""The endpoint's listening socket, and its limit on connections.
 
 connection ──accepted──▶ waits for a request ──its body is read──▶ busy ──answered──▶ waits again
                          └── if there are too many, the longest-waiting one is closed
@@ -6,9 +6,7 @@ connection ──accepted──▶ waits for a request ──its body is read─
 
 import asyncio
 import errno
-import ipaddress
 import logging
-import os
 import resource
 import socket
 from collections.abc import Iterator
@@ -16,36 +14,11 @@ from contextlib import contextmanager, suppress
 
 from aiohttp import web
 
-from braidrl.config import EnvironmentConfig
-from braidrl.errors import UserError
-
 MOST_CONNECTIONS = 4096
 BACKLOG = 1024
 PAUSE_S = 0.05
 """Seconds to wait after a connection could not be accepted."""
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-def endpoint_key(settings: EnvironmentConfig) -> str | None:
-    """Return the key of a run's endpoint, None without one.
-
-    Raises UserError for a variable that is not set, and for a key-less address that other machines can reach.
-    """
-    name, host = settings.key_variable, settings.host
-    key = None if name is None else os.environ.get(name)
-    if name is not None and not key:
-        raise UserError(
-            f"rollout.environment.key_variable={name}: this variable is not set or empty; set it to the key"
-        )
-    is_here = host == "localhost"
-    with suppress(ValueError):
-        is_here = is_here or ipaddress.ip_address(host).is_loopback
-    if not is_here and not key:
-        raise UserError(
-            f"rollout.environment.host={host} is reached by others, and there is no key; set a variable to one and "
-            "name it in rollout.environment.key_variable"
-        )
-    return key
 
 
 class BoundedConnections:

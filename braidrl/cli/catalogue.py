@@ -34,7 +34,7 @@ PLUGINS = {
     "optimizers": "braidrl.training.names:OPTIMIZERS",
     "trackers": "braidrl.observe.trackers:TRACKERS",
     "samplers": "braidrl.queue.samplers:SAMPLERS",
-    "transports": "braidrl.weights.publisher:TRANSPORTS",
+    "transports": "braidrl.weights.names:TRANSPORTS",
     "protocols": "braidrl.runtimes.hybrid.protocols:PROTOCOLS",
 }
 KINDS = (*ALGORITHMS, "environments", *PLUGINS)
@@ -66,12 +66,29 @@ class Listed:
     """Columns that it reads; brackets mark optional ones."""
 
 
+def names(kind: str) -> list[str]:
+    """Return the names of a kind's built-in entries, whose modules are not imported. Raises UserError for an unknown
+    kind.
+    """
+    if kind in ALGORITHMS:
+        entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
+        return [entry.name for entry in entries if entry.function.__module__.startswith("braidrl.")]
+    return list(SCHEMES) if kind == "environments" else list(plugins_of(kind))
+
+
+def plugins_of(kind: str) -> PluginRegistry:
+    """Return the registry of a kind of plug-ins. Raises UserError for an unknown kind."""
+    if kind not in PLUGINS:
+        raise UserError(f"there is no list of {kind!r}. {suggest(kind, KINDS)}")
+    registered: PluginRegistry = resolve_name(PLUGINS[kind])
+    return registered
+
+
 def catalogue(kind: str) -> list[Listed]:
     """Return the built-in entries of a kind. Raises UserError for an unknown kind."""
     listed: list[Listed] = []
     if kind in ALGORITHMS:
-        entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
-        for entry in (candidate for candidate in entries if candidate.function.__module__.startswith("braidrl.")):
+        for entry in (ALGORITHMS[kind][name] for name in names(kind)):
             settings = {name: "required" if name in entry.required else repr(v) for name, v in entry.settings.items()}
             settings |= {name: repr(value) for name, value in entry.state.items()}
             reads = [*map(entry.column, entry.reads), *(f"[{entry.column(name)}]" for name in entry.optional)]
@@ -82,9 +99,7 @@ def catalogue(kind: str) -> list[Listed]:
         return listed
     if kind == "environments":
         return [Listed(name, about) for name, about in SCHEMES.items()]
-    if kind not in PLUGINS:
-        raise UserError(f"there is no list of {kind!r}. {suggest(kind, KINDS)}")
-    plugins: PluginRegistry = resolve_name(PLUGINS[kind])
+    plugins = plugins_of(kind)
     for name in plugins:
         try:
             plugin = plugins.find(name)

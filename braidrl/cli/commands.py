@@ -229,11 +229,11 @@ def list_kind(
     kind: Annotated[str | None, typer.Argument(help="losses, advantages, rewards, ...; by default all kinds.")] = None,
 ) -> None:
     """List the names that a flow or a configuration can use, with settings and sources."""
-    from braidrl.cli.catalogue import KINDS, catalogue
+    from braidrl.cli.catalogue import KINDS, catalogue, names
 
     if kind is None:
         for family in KINDS:
-            say(f"{family}: {', '.join(listed.name for listed in catalogue(family))}")
+            say(f"{family}: {', '.join(names(family))}")
         return
     for listed in catalogue(kind):
         say(f"{listed.name}\n    {listed.about}")

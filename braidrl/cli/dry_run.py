@@ -25,8 +25,9 @@ from braidrl.runtimes.memory.budget import CACHE, ENGINE, FREED, PANELS, Footpri
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
 from braidrl.runtimes.prepare.names import check_names
+from braidrl.runtimes.prepare.run_data import Prepared, vocabulary_lines
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, prepare, vocabulary_lines
+from braidrl.runtimes.prepare.setup import check_files, lacking, prepare
 from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime

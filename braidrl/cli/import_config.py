@@ -300,7 +300,9 @@ def translate(framework: Framework, imported: Imported, key: str) -> KeyOutcome:
     if changed:
         return KeyOutcome(TRANSLATED, ", ".join(changed))
     related = to and (to in imported.converted or any(name.startswith(f"{to}.") for name in imported.converted))
-    return KeyOutcome(TRANSLATED, to) if related else KeyOutcome(WITHOUT, f"no effect with the other keys; {note}")
+    if related:
+        return KeyOutcome(TRANSLATED, to)
+    return KeyOutcome(WITHOUT, "no effect with the other keys" + (f"; {row['note']}" if "note" in row else ""))
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,11 @@ A script is read, never run. Values that only the shell knows stay as `$NAME`.
 """
 
 import ast
+import copy
 import operator
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
@@ -342,8 +343,25 @@ def assign_array(shell: Shell, array: Array) -> None:
 
 TRAINER = re.compile(r"(?:^|\.)(?:GRPO|RLOO|DPO|SFT|Reward)(Trainer|Config)$")
 """TRL's classes, by whose calls its scripts in Python are read."""
+FILES = ("json", "parquet", "csv", "arrow", "text")
+"""Names by which `load_dataset` reads files."""
 LORA = {"r": "lora_r"}
 """Arguments of peft's LoraConfig whose names do not begin with `lora_` in TRL's commands."""
+
+
+class WithVariables(ast.NodeTransformer):
+    """Replaces variables of a script by the expressions assigned to them, up to a number of replacements."""
+
+    def __init__(self, variables: Mapping[str, ast.expr], most: int = 100) -> None:
+        self.variables, self.left = variables, most
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the expression of a variable; a name assigned from itself ends at the limit."""
+        if node.id not in self.variables or not self.left:
+            return node
+        self.left -= 1
+        replaced: ast.expr = self.visit(copy.deepcopy(self.variables[node.id]))
+        return replaced
 
 
 class PythonScript:
@@ -359,6 +377,14 @@ class PythonScript:
         assigned = [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign) and len(node.targets) == 1]
         self.variables = {node.targets[0].id: node.value for node in assigned if isinstance(node.targets[0], ast.Name)}
         self.functions = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+        imports = [node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom)]
+        self.rewards = {
+            name.asname or name.name: name.name
+            for node in imports
+            if node.module == "trl.rewards"
+            for name in node.names
+        }
+        """TRL's reward functions by their names in the script."""
 
     def command(self) -> str:
         """Return the name of the trainer that is called, as in `grpo`; an empty text for none."""
@@ -396,14 +422,25 @@ class PythonScript:
         names = ("dataset_name", "dataset_config")
         keywords = {"path": names[0], "name": names[1], "split": "dataset_train_split"}
         keys = dict(zip(names, map(self.value, value.args), strict=False))
-        return keys | {keywords[w.arg]: self.value(w.value) for w in value.keywords if w.arg in keywords}
+        for word in value.keywords:
+            keys[keywords.get(word.arg or "", f"dataset_{word.arg}")] = self.value(word.value)
+        files = keys.get("dataset_data_files")
+        if keys.get("dataset_name") in FILES and isinstance(files, str):
+            # Files of one kind have the split `train` alone.
+            keys = {name: v for name, v in keys.items() if (name, v) != ("dataset_train_split", "train")}
+            keys["dataset_name"] = keys.pop("dataset_data_files")
+        return keys
 
     def value(self, node: ast.expr) -> Any:
-        """Return a literal or the literal of a variable, or a function's location; anything else as `$(text)`."""
-        if isinstance(node, ast.Name) and node.id in self.variables:
-            node = self.variables[node.id]
+        """Return a literal or the literal of a variable, a function's location, or the name of TRL's reward function or
+        of the function that makes it; anything else as `$(text)`.
+        """
+        node = WithVariables(self.variables).visit(copy.deepcopy(node))
         if isinstance(node, ast.Name) and node.id in self.functions:
             return f"{self.path.name}:{node.id}"
+        named = node.func if isinstance(node, ast.Call) else node
+        if isinstance(named, ast.Name) and named.id in self.rewards:
+            return self.rewards[named.id]
         if isinstance(node, ast.List | ast.Tuple):
             return [self.value(part) for part in node.elts]
         number = arithmetic(ast.unparse(node))

@@ -30,8 +30,8 @@ from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.saving.folders import run_config
-from braidrl.training.loading import load_vision
 from braidrl.training.pretrained import load_tokenizer
+from braidrl.training.processors import load_vision
 
 SHOWN = 8
 

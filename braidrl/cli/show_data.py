@@ -17,8 +17,8 @@ from braidrl.data.tables import RESPONSES
 from braidrl.errors import UserError
 from braidrl.observe.progress import Terminal
 from braidrl.runtimes.prepare.fetching import with_fetched
+from braidrl.runtimes.prepare.run_data import Prepared, with_data
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
-from braidrl.runtimes.prepare.setup import Prepared, with_data
 from braidrl.training.pretrained import load_tokenizer
 
 PERCENTILES = (0, 25, 50, 75, 90, 99, 100)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from braidrl.algorithms.random import hashed, uniform
 from braidrl.config import Config, CurriculumConfig
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.data.sources import ABSENT, find
+from braidrl.deferred import torch
 from braidrl.errors import UserError, users_errors
 from braidrl.importing import PluginRegistry
 

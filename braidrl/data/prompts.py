@@ -42,8 +42,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
-from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.conversions import CONVERSIONS
@@ -65,6 +63,7 @@ from braidrl.data.tables import (
 )
 from braidrl.data.templates import PromptTemplate
 from braidrl.data.vision import ImageSpan, Vision, moved
+from braidrl.deferred import Tensor, torch
 from braidrl.errors import UserError
 
 LINES, PARTS = "lines.index", "parts.json"

@@ -11,7 +11,7 @@ entry per *action token*, in order: tokens that were not sampled have no entry a
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.identity import IDENTITY, FinishReason, Uid  # noqa: F401  other files import them from here
@@ -37,6 +37,23 @@ class Objects:
 
 
 Column = Tensor | Ragged | Objects
+
+
+class RowTable(Protocol):
+    """The operations on rows that a controller needs; on handles and shards they move no rows."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the rows' columns; on a rank without rows there are none."""
+
+    def take(self, positions: Sequence[int]) -> Self:
+        """Return the rows at these positions, in this order."""
+
+    @staticmethod
+    def cat(tables: Sequence[Any]) -> Any:
+        """Concatenate the rows of all tables."""
 
 
 class Rows:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-
 from braidrl.algorithms.ragged import Ragged, join_response
 from braidrl.config import DataConfig
 from braidrl.data import chat
@@ -23,6 +21,7 @@ from braidrl.data.records import whole_text
 from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.sources import Example
 from braidrl.data.vision import ImageSpan, Vision, untrained_images
+from braidrl.deferred import torch
 from braidrl.errors import UserError, located
 
 RENDERED_OTHERWISE = (

@@ -39,8 +39,9 @@ from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.observe.stalls import WORK
 from braidrl.training.decoders.images import ModelImages, images_of
-from braidrl.training.loading import load_decoder, load_vision
+from braidrl.training.loading import load_decoder
 from braidrl.training.pretrained import load_tokenizer
+from braidrl.training.processors import load_vision
 from braidrl.weights.collective import Incoming, OfferedWeights, TransferNotice, current_device
 from braidrl.weights.file import WeightFile, stored_weights
 from braidrl.weights.publisher import PolicyWeights, WeightSource

@@ -39,12 +39,13 @@ from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
 from braidrl.flow.signatures import columns_of
 from braidrl.training.backends import ShardedBackend, TrainingBackend
-from braidrl.training.compute.rope import most_positions
+from braidrl.training.compute.rope_lengths import most_positions
 from braidrl.training.decoders.body import PACKED, plan_of_model
-from braidrl.training.loading import load_decoder, load_vision
+from braidrl.training.loading import load_decoder
 from braidrl.training.lora import adapter_config, with_adapters
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.pretrained import read_model_config
+from braidrl.training.processors import load_vision
 from braidrl.training.role_settings import dtype_named, settings_of, slots_of
 from braidrl.training.roles.copies import copy_within
 from braidrl.training.roles.worker import RoleWorker, torch_worker

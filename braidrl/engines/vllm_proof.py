@@ -27,8 +27,8 @@ from braidrl.training.decoders.image_proof import packed_logits
 from braidrl.training.decoders.images import ModelImages, images_of
 from braidrl.training.decoders.proof import BOUND, Finding, Twin, distance, packed_log_probs
 from braidrl.training.decoders.shrink import is_token
-from braidrl.training.loading import load_vision, no_vision_reason
 from braidrl.training.pretrained import load_tokenizer
+from braidrl.training.processors import load_vision, no_vision_reason
 from braidrl.weights.publisher import ModelWeights
 
 WIDTH = 64

@@ -18,7 +18,8 @@ from braidrl.runtimes.interfaces import Backend
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.first_checks import check_sets
-from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
+from braidrl.runtimes.prepare.run_data import Prepared
+from braidrl.runtimes.prepare.setup import set_up_torch
 from braidrl.runtimes.row_store import HeldOut
 from braidrl.runtimes.saving.checkpoints import Checkpoints
 from braidrl.runtimes.saving.folders import best_checkpoint, check_output, unused_folder, write_config

@@ -29,7 +29,7 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.verification import EarlyStop, added_scores, verified
 from braidrl.runtimes.memory.residency import Residency
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Accumulated, Objective, UpdateCounts, with_group_tokens
 from braidrl.training.optimizer import CONFIGURED, StepOverrides, learning_rate

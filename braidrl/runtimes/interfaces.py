@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.data.loader import Admissions
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Rows, RowTable
 from braidrl.flow import Stage
 from braidrl.flow.compute import State
 from braidrl.flow.selecting import Selection
@@ -28,24 +28,6 @@ from braidrl.runtimes.generating.verification import Segment
 from braidrl.runtimes.row_store import Origin, RowText
 from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.roles.checkpoint import Write
-
-
-class RowTable(Protocol):
-    """The operations on rows that a controller needs; on handles and shards they move no rows."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the rows' columns; on a rank without rows there are none."""
-
-    def take(self, positions: Sequence[int]) -> Self:
-        """Return the rows at these positions, in this order."""
-
-    @staticmethod
-    def cat(tables: Sequence[Any]) -> Any:
-        """Concatenate the rows of all tables."""
-
 
 T = TypeVar("T")
 TableT = TypeVar("TableT", bound=RowTable)

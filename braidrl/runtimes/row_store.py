@@ -28,7 +28,7 @@ from braidrl.observe.episodes import segment_tokens
 from braidrl.observe.recorded_rows import check_rows, read_rollouts, write_rollouts
 from braidrl.observe.rollouts import parts_of
 from braidrl.rewards.verify import decoded, responses
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.training.pretrained import model_settings
 
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))

@@ -26,7 +26,8 @@ from braidrl.runtimes.evaluation import RunScores
 from braidrl.runtimes.interfaces import Interrupts, Restart
 from braidrl.runtimes.isolation import can_isolate
 from braidrl.runtimes.prepare.checks import without_effect
-from braidrl.runtimes.prepare.setup import set_up_torch, settle, vocabulary_lines
+from braidrl.runtimes.prepare.run_data import settle, vocabulary_lines
+from braidrl.runtimes.prepare.setup import set_up_torch
 from braidrl.runtimes.replicas import free_groups
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.run_records import RunRecords

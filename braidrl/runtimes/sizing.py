@@ -24,7 +24,8 @@ from braidrl.config import Config
 from braidrl.engines.deployment import MODES, Deployment
 from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
-from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, longest, with_data, without_data
+from braidrl.runtimes.prepare.run_data import Prepared, longest, with_data
+from braidrl.runtimes.prepare.setup import check_files, lacking, without_data
 from braidrl.training.role_settings import MOST_SLOTS
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, Interrupts, SerialBackend
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.runtimes.row_store import RowStore
 from braidrl.runtimes.spmd.rank_backend import RankBackend
 from braidrl.runtimes.streaming.groups import check_streaming

@@ -7,9 +7,9 @@ forward_backward ─┴─▶ optim_step ─▶ forward           a batch may ar
                   ├───▶ tensors ─▶ engines
                   └───▶ weights ─▶ engines of other processes or layouts, streaming        each rank's shards
 
-A backend lists its optional features in the class attribute `supports` (FEATURES). `tensor`, `pipeline`, `sequence` and
-`shard` are axes of a layout: `spec.join()` returns the rank's coordinates in it. A backend that shards its model is a
-`ShardedBackend`.
+A backend lists its optional features in the class attribute `supports` (`names.FEATURES`). `tensor`, `pipeline`,
+`sequence` and `shard` are axes of a layout: `spec.join()` returns the rank's coordinates in it. A backend that shards
+its model is a `ShardedBackend`.
 
 `braidrl.training.backend_contract` holds the checks that a backend must pass.
 """
@@ -29,7 +29,6 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.memory.offload import OffloadableTensors
-from braidrl.training.names import BACKENDS
 from braidrl.training.objective import Objective
 from braidrl.training.optimizer import CONFIGURED, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel, apply_layout
@@ -38,24 +37,6 @@ from braidrl.weights.shards import WeightPart
 
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
-FEATURES = (
-    "tensor",
-    "pipeline",
-    "sequence",
-    "context",
-    "expert",
-    "shard",
-    "streaming",
-    "offload",
-    "lora",
-    "copies",
-    "optimizers",
-    "checkpoint_async",
-)
-"""Features of the built-in backend, each of which another may declare in `supports`.
-
-`streaming`, `offload` and `copies` need `weights`.
-"""
 
 
 @dataclass
@@ -102,11 +83,6 @@ class BackendSpec:
         are numbered with tensor fastest.
         """
         return apply_layout(self.layout, self.ranks, self.device)
-
-
-def supported(backend: str) -> frozenset[str]:
-    """Return the features of a backend. Raises UserError if there is none of this name."""
-    return frozenset(FEATURES if backend in BACKENDS else getattr(BACKENDS.find(backend), "supports", ()))
 
 
 class TrainingBackend(Protocol):

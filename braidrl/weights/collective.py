@@ -37,7 +37,8 @@ from braidrl.cluster.process_groups import (
 from braidrl.cluster.shared_memory import machine
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
-from braidrl.weights.publisher import TRANSPORTS, PublishedEngine, TransferVolume, check_shapes
+from braidrl.weights.names import TRANSPORTS
+from braidrl.weights.publisher import PublishedEngine, TransferVolume, check_shapes
 from braidrl.weights.reshard_plan import ShardIndex, gather_shard_index
 from braidrl.weights.shards import Parts, WeightPart, check_parts, snapshot
 from braidrl.weights.transfer import WeightTransfer

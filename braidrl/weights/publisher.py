@@ -16,15 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from braidrl.cluster.world import Ranks
-from braidrl.importing import PluginRegistry
-
-TRANSPORTS = PluginRegistry(
-    "weight transport",
-    {"collective": "braidrl.weights.transfer:GroupTransport"},
-    arguments=("ranks", "device"),
-    methods=("exchange", "close"),
-)
-"""The ways in which the collective publisher moves bytes between processes."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks, World
 from braidrl.weights.boxes import Box
-from braidrl.weights.publisher import TRANSPORTS
+from braidrl.weights.names import TRANSPORTS
 from braidrl.weights.reshard_plan import gather_shard_index
 from braidrl.weights.shards import WeightPart
 from braidrl.weights.transfer import WeightTransfer

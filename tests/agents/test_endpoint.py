@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from braidrl.agents.endpoint import Endpoint
-from braidrl.agents.listening import endpoint_key
+from braidrl.agents.keys import endpoint_key
 from braidrl.agents.player import AgentPlayer
 from braidrl.agents.streamed_turns import TurnStream
 from braidrl.agents.trajectory import Limits, Trajectory, TurnSampling, trajectory_columns

@@ -381,3 +381,23 @@ def test_a_missing_folder_is_named_before_torch_is_loaded(command: str, tmp_path
         [sys.executable, "-c", program, command, *given], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 2 and str(tmp_path / "none") in run.stderr and run.stdout.strip() == "False"
+
+
+DECODERS = "braidrl.training.decoders"
+
+
+@pytest.mark.parametrize(("command", "refused"), [("data", "transformers.modeling_utils"), ("list", "torch.")])
+def test_commands_without_models_import_no_model_code(workshop: Workshop, command: str, refused: str) -> None:
+    program = (
+        "import sys; from braidrl.cli.commands import main\n"
+        "try: main()\n"
+        f"finally: print('imported:', [m for m in sys.modules if m.startswith({(refused, DECODERS)!r})])"
+    )
+    given = [workshop.config_file()] if command == "data" else []
+    run = subprocess.run(
+        [sys.executable, "-c", program, command, *given],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "imported: []" in run.stdout

@@ -565,3 +565,68 @@ def test_an_imported_script_trains_for_two_steps_with_rewards(framework: str, tm
         run.train()
     lines = read_metrics(run.folder)
     assert len(lines) == 2 and all(line["reward/mean"] > 0 for line in lines), lines
+
+
+TRL_FILES = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward as right, get_soft_overlong_punishment
+
+SAMPLES = 4
+ROWS = SAMPLES * 2
+LOOP = LOOP + 1
+data = load_dataset("json", data_files="sums.jsonl", split="train", num_proc=4)
+settings = GRPOConfig(
+    per_device_train_batch_size=ROWS, num_generations=SAMPLES, seed=LOOP, top_entropy_quantile=1.0, report_to="none"
+)
+GRPOTrainer(model="m", args=settings, reward_funcs=REWARDS, train_dataset=data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rewards", "decided"),
+    [
+        ("[right]", {"seed", "dataset_num_proc"}),
+        ("[right, get_soft_overlong_punishment(64, 8)]", {"seed", "dataset_num_proc", "reward_funcs"}),
+    ],
+)
+def test_a_script_of_trl_names_its_files_rewards_and_products(rewards: str, decided: set[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRL_FILES.replace("REWARDS", rewards))
+    tree, outcomes = import_config(tmp_path / "train.py")
+    assert tree["data"]["train"] == [{"path": "sums.jsonl", "answer_field": "solution"}]
+    assert tree["reward"] == {"verify": "math"} and tree["trainer"]["rows_per_update"] == 8
+    assert {key for key, outcome in outcomes.items() if outcome.kind == DECIDE} == decided
+
+
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "kind"),
+    [
+        (f"{OPTIM}.min_lr_ratio=0.1", f"{OPTIM}.min_lr_ratio", DECIDE),
+        (f"{OPTIM}.warmup_style=cosine", f"{OPTIM}.warmup_style", TRANSLATED),
+        (
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
+            "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+            TRANSLATED,
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is_threshold=3.0",
+            "algorithm.rollout_correction.rollout_is_threshold",
+            WITHOUT,
+        ),
+    ],
+)
+def test_settings_that_change_a_run_are_translated_or_to_decide(
+    given: str, key: str, kind: str, tmp_path: Path
+) -> None:
+    _, outcomes = import_text(tmp_path, f"{VERL} {given}")
+    assert outcomes[key].kind == kind, outcomes[key]
+
+
+def test_the_threshold_of_verls_correction_is_its_cap(tmp_path: Path) -> None:
+    given = "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=3.0"
+    tree, outcomes = import_text(tmp_path, f"{VERL} {given}")
+    assert tree["algorithm"]["correction"] == {"name": "truncated", "level": "sequence", "cap": 3.0}
+    assert outcomes["algorithm.rollout_correction.rollout_is_threshold"].kind == TRANSLATED

@@ -27,8 +27,8 @@ from braidrl.data.sources import Reading
 from braidrl.data.vision import Vision, moved
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.training.loading import load_vision
 from braidrl.training.pretrained import load_tokenizer
+from braidrl.training.processors import load_vision
 from tests.tiny import ROOT, braid, load_module, settings, write_jsonl
 
 shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")

@@ -30,8 +30,9 @@ from braidrl.runtimes.row_store import Admission
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint
 from braidrl.training.decoders.images import images_of
-from braidrl.training.loading import load_decoder, load_vision
+from braidrl.training.loading import load_decoder
 from braidrl.training.pretrained import load_tokenizer
+from braidrl.training.processors import load_vision
 from tests.agents.test_endpoint import post
 from tests.invariants.traces import assert_same, merged, run, trace
 from tests.runtimes.hybrid.warm import WarmCluster

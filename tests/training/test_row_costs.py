@@ -15,9 +15,9 @@ from braidrl.config import Config, ImagesConfig, parse_config
 from braidrl.data.packing import Preferred, balanced_partition, imbalance, plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.data.vision import IMAGE_TOKENS, ImageSpan, image_columns
-from braidrl.training.loading import load_vision
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.operations import tower_operations
+from braidrl.training.processors import load_vision
 from braidrl.training.row_costs import balance_of, image_token_cost
 from tests.tiny import ROOT, load_module
 

@@ -247,6 +247,12 @@ def correction(imported: Imported, value: Any, to: str, cap: str, mode: str = ""
     return weights | {"cap": float(high)}
 
 
+def verl_correction(imported: Imported, value: Any, to: str) -> Any:
+    """Return the importance weights of verl, whose threshold has no effect without `rollout_is`."""
+    section = "algorithm.rollout_correction"
+    return correction(imported, imported.get(f"{section}.rollout_is"), to, f"{section}.rollout_is_threshold")
+
+
 def trl_correction(imported: Imported, value: Any, to: str) -> Any:
     cap = "vllm_importance_sampling_cap" if imported.get("vllm_importance_sampling_cap") else TRL_CAP
     return correction(imported, value, to, cap, "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min")

@@ -23,6 +23,7 @@ from braidrl.cli.importing.algorithm_rules import (
     trl_beta,
     trl_correction,
     trl_loss,
+    verl_correction,
     verl_kl,
 )
 from braidrl.cli.importing.areal_rules import AREAL_RULES
@@ -122,7 +123,7 @@ RULES: dict[str, Rule] = {
     "loss_kl": loss_kl,
     "trl_loss": trl_loss,
     "aggregate": aggregate,
-    "correction": partial(correction, cap="algorithm.rollout_correction.rollout_is_threshold"),
+    "correction": verl_correction,
     "slime_correction": partial(correction, cap="tis_clip", mode="tis_mode"),
     "openrlhf_correction": partial(correction, cap="vllm_is_truncated_threshold", mode="vllm_is_correction_type"),
     "trl_correction": trl_correction,

@@ -42,7 +42,7 @@ from braidrl.engines.requests import EngineRow, Response, SamplingParams, comput
 from braidrl.engines.sampling import BatchSampling, batch_sampling, sample, scaled
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.errors import UserError
-from braidrl.training.compute.rope import RopeLengths
+from braidrl.training.compute.rope_lengths import RopeLengths
 from braidrl.training.compute.slots import SlotCache, SlotStep, round_up
 from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, prefill, run_body
 from braidrl.training.decoders.cohorts import Cohorts

@@ -43,7 +43,7 @@ from braidrl.engines.vllm.images import VllmImages
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
 from braidrl.errors import UserError
-from braidrl.training.loading import load_vision
+from braidrl.training.processors import load_vision
 from braidrl.weights.collective import Incoming
 from braidrl.weights.file import WeightFile
 from braidrl.weights.model_files import shapes_in_folder

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from braidrl.agents.environments import AGENTS, in_thread
-from braidrl.agents.listening import endpoint_key
+from braidrl.agents.keys import endpoint_key
 from braidrl.agents.player import AgentPlayer, EnvironmentPlayer
 from braidrl.agents.resuming import ResumingEpisodes
 from braidrl.agents.sandboxed import EnvironmentHosts
@@ -27,7 +27,7 @@ from braidrl.flow import Stage
 from braidrl.flow.flow import policies_of
 from braidrl.flow.signatures import columns_of
 from braidrl.runtimes.generating.partial import recorded_episodes
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.role_settings import settings_of
 

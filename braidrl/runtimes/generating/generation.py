@@ -37,7 +37,7 @@ from braidrl.rewards.verify import LEFT_OUT, RuleRewards, decoded
 from braidrl.runtimes.generating.episodes import Episodes, limits_of, sampling_of
 from braidrl.runtimes.generating.partial import PartialResponses
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, EarlyStop, early_verify_stages
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.decoders.images import ModelImages

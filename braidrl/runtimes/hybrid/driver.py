@@ -56,7 +56,7 @@ from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output, co
 from braidrl.runtimes.hybrid.hybrid_worker import RunOrder
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration
 from braidrl.runtimes.isolation import can_isolate, run_isolated
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowText
 from braidrl.runtimes.saving.checkpoints import check_written
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens

@@ -27,7 +27,7 @@ from braidrl.flow.signatures import registration_of
 from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Output, Part
 from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, RunOrder, sign_of
 from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.training.role_settings import inference_layouts, settings_of
 from braidrl.training.row_costs import balance_of
 

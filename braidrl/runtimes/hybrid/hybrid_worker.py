@@ -44,7 +44,8 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.verification import EarlyStop, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data, without_data
+from braidrl.runtimes.prepare.run_data import Prepared, with_data
+from braidrl.runtimes.prepare.setup import set_up_torch, without_data
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, RowStore, RowText
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter
 from braidrl.training.objective import Accumulated, UpdateCounts

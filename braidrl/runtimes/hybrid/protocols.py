@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from braidrl.data.rows import RowTable
 from braidrl.importing import PluginRegistry
-from braidrl.runtimes.interfaces import RowTable
 
 Arguments = tuple[Any, ...]
 RankCalls = list[Arguments | None]

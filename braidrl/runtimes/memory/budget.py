@@ -16,7 +16,6 @@ from braidrl.engines.deployment import Deployment
 from braidrl.flow import Flow, Kind
 from braidrl.native.linear import PACKED
 from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, residency_plan
-from braidrl.training.loading import load_vision
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
@@ -26,6 +25,7 @@ from braidrl.training.memory.footprint import (
     working_bytes,
 )
 from braidrl.training.optimizer import MASTER_BYTES, moment_bytes
+from braidrl.training.processors import load_vision
 from braidrl.training.role_settings import dtype_named, merges_adapters, settings_of, slots_of
 
 MIB = 1 << 20

@@ -15,12 +15,11 @@ from braidrl.flow.signatures import columns_of
 from braidrl.runtimes.prepare.names import user_code
 from braidrl.sandbox.walls import walls_missing
 from braidrl.training.acceptance import HALF, check_accepted
-from braidrl.training.backends import supported
 from braidrl.training.decoders.proof import proven_plan
 from braidrl.training.decoders.routing import experts_in
 from braidrl.training.lora import import_optional
 from braidrl.training.memory.footprint import model_shape
-from braidrl.training.names import BACKENDS
+from braidrl.training.names import BACKENDS, supported
 from braidrl.training.pretrained import read_model_config
 from braidrl.training.role_settings import inference_layouts, settings_of, sharing_base
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from braidrl.agents.environments import AGENTS, check_environment
-from braidrl.agents.listening import endpoint_key
+from braidrl.agents.keys import endpoint_key
 from braidrl.agents.spans import check_spans
 from braidrl.config import Config
 from braidrl.config.data import RewardConfig
@@ -100,7 +100,7 @@ def with_images(flow: Flow, config: Config) -> Flow:
     if not has_image_processor(config.model):
         return flow
     # Imported here: the flow of a model that takes no images needs no torch.
-    from braidrl.training.loading import load_vision
+    from braidrl.training.processors import load_vision
 
     if load_vision(config.model, config.data.images) is None:
         return flow

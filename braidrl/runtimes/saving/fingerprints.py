@@ -13,7 +13,7 @@ from pathlib import Path
 from braidrl.config import Config
 from braidrl.errors import UserError
 from braidrl.parsing import texts_and_numbers
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.runtimes.saving.folders import MAY_CHANGE
 from braidrl.training.role_settings import settings_of
 

@@ -18,6 +18,7 @@ from braidrl.cluster.row_deaths import RowDeaths
 from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
 from braidrl.engines.deployment import Deployment
+from braidrl.engines.deployment_checks import check_deployment
 from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.runtimes.prepare.deployment import deploy, started_by_torchrun
 from braidrl.runtimes.prepare.run_flow import build_flow
@@ -95,7 +96,7 @@ def checked_ranks(config: Config) -> Deployment:
         raise UserError("runtime=distributed has all roles on every rank; write placement=colocate, or runtime=hybrid")
     flow = build_flow(config)
     deployment = deploy(config, flow)
-    deployment.check(flow)
+    check_deployment(deployment, flow)
     # Ray's cluster knows its devices.
     available = None if deployment.launcher == "ray" else device_count(config.device)
     if available is not None:

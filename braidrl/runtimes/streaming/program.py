@@ -20,6 +20,7 @@ from braidrl.cluster.process import Launcher
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
+from braidrl.engines.deployment_checks import check_deployment
 from braidrl.engines.factory import with_nodes
 from braidrl.errors import BadUpdate, WorkerError
 from braidrl.flow import Flow
@@ -30,7 +31,7 @@ from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import IterationResult, Position, Restart, StartedBatch, needed
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.runtimes.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
@@ -81,7 +82,7 @@ class StreamingController:
             )
             resources.callback(launcher.close)
             prepared = replace(prepared, config=with_nodes(prepared.deployment, launcher.devices_of_node))
-            prepared.deployment.check(flow)
+            check_deployment(prepared.deployment, flow)
             self.groups = worker_groups(prepared.deployment)
             self._start(prepared, folder, launcher, repairs, resources)
             self.backend = StreamingBackend(

@@ -35,7 +35,8 @@ from braidrl.queue.calls import Done, GiveBack, Stop
 from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled, write_columns
 from braidrl.queue.table import Positions, StoredRows
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.prepare.setup import with_data, without_data
+from braidrl.runtimes.prepare.run_data import with_data
+from braidrl.runtimes.prepare.setup import without_data
 from braidrl.runtimes.replicas import Replica
 from braidrl.runtimes.row_store import RowStore
 from braidrl.runtimes.saving.checkpoints import BackgroundWriter

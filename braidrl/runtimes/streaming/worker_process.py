@@ -33,8 +33,9 @@ from braidrl.queue.owner import remove_run
 from braidrl.queue.storage import Place
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
-from braidrl.runtimes.prepare.setup import Prepared, set_up_torch
+from braidrl.runtimes.prepare.setup import set_up_torch
 from braidrl.runtimes.replicas import are_copied, are_replicated
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.generate import GenerateLoop

@@ -37,7 +37,7 @@ from braidrl.training.compute.attention import (
     attend_equal,
     attend_plainly,
 )
-from braidrl.training.compute.rope import SAME, RopeLengths
+from braidrl.training.compute.rope_lengths import SAME, RopeLengths
 
 Predict = Callable[..., dict[str, Tensor]]
 """Computes the predictions of a packed micro-batch by name."""

@@ -37,7 +37,7 @@ from braidrl.native.building import cache_folder
 from braidrl.observe.metrics import whole_file
 from braidrl.parsing import parse_json
 from braidrl.training.compute.attention import PackedSequences, parameters_of
-from braidrl.training.compute.rope import RopeLengths
+from braidrl.training.compute.rope_lengths import RopeLengths
 from braidrl.training.compute.slots import SlotCache, SlotStep
 from braidrl.training.decoders.body import (
     PACKED,

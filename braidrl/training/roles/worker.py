@@ -41,7 +41,7 @@ from braidrl.training.balance import RouterBalance, router_predictions
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
 from braidrl.training.compute.packed import HAS_ENTRIES, HIDDEN, Packed, pack, plan_shared, saves_enough
-from braidrl.training.compute.rope import RopeLengths
+from braidrl.training.compute.rope_lengths import RopeLengths
 from braidrl.training.decoders.body import (
     PACKED,
     checkpoint_activations,
@@ -60,12 +60,13 @@ from braidrl.training.decoders.routing import (
     routes_dtype,
     use_routing,
 )
-from braidrl.training.loading import load_decoder, load_scorer, load_vision
+from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.names import BACKENDS
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.optimizer import CONFIGURED, MASTER_BYTES, MasterOptimizer, StepOverrides
 from braidrl.training.parallel.layouts import DataParallel
+from braidrl.training.processors import load_vision
 from braidrl.training.role_settings import merges_adapters, settings_of, sharing_base
 from braidrl.training.roles import checkpoint
 from braidrl.training.row_costs import image_token_cost, row_costs

@@ -15,7 +15,7 @@ from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.training import acceptance
 from braidrl.training.compute.packed import families_of, pack
-from braidrl.training.compute.rope import RopeLengths, most_positions
+from braidrl.training.compute.rope_lengths import RopeLengths, most_positions
 from braidrl.training.decoders.body import PACKED, run_body, use_plan
 from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.proof import Twin, decoding_finding, packed_findings, packed_log_probs, quietly

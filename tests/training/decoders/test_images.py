@@ -24,8 +24,9 @@ from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.image_proof import image_finding
 from braidrl.training.decoders.images import ModelImages, images_of
 from braidrl.training.decoders.proof import Twin
-from braidrl.training.loading import load_decoder, load_vision
+from braidrl.training.loading import load_decoder
 from braidrl.training.pretrained import load_tokenizer
+from braidrl.training.processors import load_vision
 from tests.tiny import ROOT, load_module
 
 shapes = load_module(ROOT / "examples" / "vision" / "shapes.py")
