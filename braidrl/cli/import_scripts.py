@@ -354,13 +354,17 @@ class WithVariables(ast.NodeTransformer):
 
     def __init__(self, variables: Mapping[str, ast.expr], most: int = 100) -> None:
         self.variables, self.left = variables, most
+        self.open: list[str] = []
+        """The variables whose expressions are being replaced; one that is assigned from itself stays a name."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return the expression of a variable; a name assigned from itself ends at the limit."""
-        if node.id not in self.variables or not self.left:
+        """Return the expression of a variable."""
+        if node.id not in self.variables or node.id in self.open or not self.left:
             return node
         self.left -= 1
+        self.open.append(node.id)
         replaced: ast.expr = self.visit(copy.deepcopy(self.variables[node.id]))
+        self.open.pop()
         return replaced
 
 

@@ -586,8 +586,8 @@ GRPOTrainer(model="m", args=settings, reward_funcs=REWARDS, train_dataset=data)
 @pytest.mark.parametrize(
     ("rewards", "decided"),
     [
-        ("[right]", {"seed", "dataset_num_proc"}),
-        ("[right, get_soft_overlong_punishment(64, 8)]", {"seed", "dataset_num_proc", "reward_funcs"}),
+        ("[right]", {"seed", "num_train_epochs"}),
+        ("[right, get_soft_overlong_punishment(64, 8)]", {"seed", "num_train_epochs", "reward_funcs"}),
     ],
 )
 def test_a_script_of_trl_names_its_files_rewards_and_products(rewards: str, decided: set[str], tmp_path: Path) -> None:
@@ -596,6 +596,7 @@ def test_a_script_of_trl_names_its_files_rewards_and_products(rewards: str, deci
     assert tree["data"]["train"] == [{"path": "sums.jsonl", "answer_field": "solution"}]
     assert tree["reward"] == {"verify": "math"} and tree["trainer"]["rows_per_update"] == 8
     assert {key for key, outcome in outcomes.items() if outcome.kind == DECIDE} == decided
+    assert outcomes["dataset_num_proc"].kind == WITHOUT
 
 
 OPTIM = "actor_rollout_ref.actor.optim"

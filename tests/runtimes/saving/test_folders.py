@@ -120,14 +120,20 @@ def test_a_folder_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / "weights").read_text() == "all" and latest_checkpoint(tmp_path) is None
 
 
-def test_a_resumed_run_shows_what_changed_and_keeps_both_configurations(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("trainer", "learning_rate", 3e-5), ("rollout", "temperature", 0.5), ("evaluation", "every", 7)],
+)
+def test_a_resumed_run_shows_what_changed_and_keeps_both_configurations(
+    section: str, key: str, value: float, tmp_path: Path
+) -> None:
     before = config(tmp_path)
     folder = new_run_folder(before)
-    changed = before.model_copy(update={"trainer": before.trainer.model_copy(update={"learning_rate": 3e-5})})
+    changed = before.model_copy(update={section: getattr(before, section).model_copy(update={key: value})})
+    old = getattr(getattr(before, section), key)
     line, kept = with_changes(folder, changed)
-    assert "trainer.learning_rate=3e-05" in line and f"before {before.trainer.learning_rate}" in line
-    assert run_config(folder).trainer.learning_rate == 3e-5
+    assert f"{section}.{key}={value}" in line and f"before {old}" in line
+    assert getattr(getattr(run_config(folder), section), key) == value
     earlier = parse_yaml((folder / "config.1.yaml").read_text(), "the configuration")
-    assert str(folder / "config.1.yaml") in kept
-    assert earlier["trainer"]["learning_rate"] == before.trainer.learning_rate
+    assert str(folder / "config.1.yaml") in kept and earlier[section][key] == old
     assert with_changes(folder, changed) == [] and not (folder / "config.2.yaml").exists()

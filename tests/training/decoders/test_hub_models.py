@@ -76,9 +76,10 @@ def test_wrapped_model_trains_as_text_and_checkpoint_keeps_all_tensors(tmp_path:
         assert settings[0]["architectures"] == settings[1]["architectures"] and "vision_config" in settings[1]
 
 
-def test_model_without_parts_that_train_is_refused_in_a_line() -> None:
+@pytest.mark.parametrize("kind", ["bart", "marian", "pegasus"])
+def test_model_without_parts_that_train_is_refused_in_a_line(kind: str) -> None:
     with quietly(), pytest.raises(Refusal, match="an encoder and a decoder"):
-        find_plan(Twin(AutoConfig.for_model("bart")))
+        find_plan(Twin(AutoConfig.for_model(kind)))
 
 
 @pytest.mark.parametrize("kind", ["openai-gpt", "fuyu", "got_ocr2"])
@@ -95,11 +96,21 @@ def write_settings(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_class_of_its_own_beside_a_known_type_is_refused_or_named(tmp_path: Path, caplog: Any) -> None:
-    own = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
-    with pytest.raises(UserError, match=r"MineForCausalLM.*auto_map") as refused:
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
+        {"AutoModel": "mine.MineModel", "AutoConfig": "mine.MineConfig"},
+        {"AutoModelForCausalLM": "org/code--modeling_mine.MineForCausalLM"},
+    ],
+)
+def test_class_of_its_own_beside_a_known_type_is_refused(own: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Mine(Model|ForCausalLM).*auto_map") as refused:
         read_model_config(write_settings(tmp_path / "own", auto_map=own))
     assert "\n" not in str(refused.value)
+
+
+def test_a_known_class_in_auto_map_is_named(tmp_path: Path, caplog: Any) -> None:
     known = {"AutoModelForCausalLM": "modeling_mistral.MistralForCausalLM"}
     with caplog.at_level(logging.WARNING):
         read_model_config(write_settings(tmp_path / "known", auto_map=known))
