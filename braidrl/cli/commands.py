@@ -140,7 +140,6 @@ def evaluate(settings: Settings = None) -> None:
     responses.
     """
     from braidrl.config import load_config
-    from braidrl.config.reading import given_keys
     from braidrl.runtimes.prepare.first_checks import check_first, check_sets
 
     # The training flow is irrelevant: a policy generates and is verified, a model with a score head scores pairs.
@@ -148,12 +147,14 @@ def evaluate(settings: Settings = None) -> None:
     config = load_config(file, changed, flow="grpo")
     check_first(config, trained=False)
     check_sets(config)
+    from braidrl.flow.flow import policies_of
     from braidrl.runtimes.evaluation import evaluate_model
+    from braidrl.runtimes.prepare.run_flow import build_flow
     from braidrl.runtimes.start import start_fork_server
     from braidrl.training.model_settings import has_score_head
 
-    if "flow" not in given_keys(file, changed) and has_score_head(config.model):
-        config = load_config(file, changed, flow="reward_model")
+    if has_score_head(config.model) and any(map(policies_of, build_flow(config).stages)):
+        config = load_config(file, [*changed, "flow=reward_model", "algorithm={}"])
     start_fork_server(config)
     metrics = evaluate_model(config)
     # Under torchrun only the first rank prints.

@@ -64,9 +64,13 @@ def test_a_reward_model_is_trained_evaluated_and_exported_without_further_settin
     trained = read_metrics(run)[-1]["eval/held/pair_accuracy"]
     assert "pair_accuracy" in (run / "report.html").read_text()
     assert "ForSequenceClassification" in braid("export", str(run), str(workshop.folder / "model"))
-    lines = dict(line.split("\t") for line in braid("eval", f"model={workshop.folder / 'model'}", *common).splitlines())
-    assert lines.keys() == {"eval/held/pair_accuracy", "eval/held/margin"}
-    assert float(lines["eval/held/pair_accuracy"]) == pytest.approx(trained, abs=1e-4)
+    # The configuration of a policy's run, as of one that was to be scored by this model, has another flow.
+    (policies := workshop.folder / "policies.yaml").write_text("flow: grpo\nalgorithm: {kl_coef: 0.1}\n")
+    for given in ([], [str(policies)]):
+        answer = braid("eval", *given, f"model={workshop.folder / 'model'}", *common)
+        lines = dict(line.split("\t") for line in answer.splitlines())
+        assert lines.keys() == {"eval/held/pair_accuracy", "eval/held/margin"}
+        assert float(lines["eval/held/pair_accuracy"]) == pytest.approx(trained, abs=1e-4)
 
 
 @pytest.mark.parametrize(("flow", "samples"), [("dpo", 2), ("sft", 1), ("grpo", 8)])
