@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from braidrl.engines.deployment_checks import check_deployment
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.prepare.run_flow import build_flow
@@ -107,7 +108,7 @@ def test_policies_on_one_base_train_as_policies_with_engines_of_their_own(worksh
         config = workshop.config("refused", **merged(merged(flow, shared), changes))
         expected = build_flow(config)
         with pytest.raises(UserError, match=f"rollout.shared_base.*{named}"):
-            deploy(config, expected).check(expected)
+            check_deployment(deploy(config, expected), expected)
 
 
 @pytest.mark.soak

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from braidrl.engines.deployment_checks import check_deployment
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.prepare.deployment import deploy
@@ -111,4 +112,4 @@ def test_copies_of_adapters_that_cannot_be_made_are_refused(
     config = workshop.config("refused", **sections)
     flow = build_flow(config)
     with pytest.raises(UserError, match=message):
-        deploy(config, flow).check(flow)
+        check_deployment(deploy(config, flow), flow)
