@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from braidrl.cli.import_python import PythonScript
 from braidrl.cli.import_scripts import (
     COMMAND_LINE,
     UNKNOWN_TO_READERS,
     WHOLE,
-    PythonScript,
     arguments,
     overrides,
     read_commands,

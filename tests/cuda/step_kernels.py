@@ -12,7 +12,7 @@ def rms(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate heads (B, H, D) by angles (B, D)."""
+    """Return heads (B, H, D), rotated by the cosines and sines (B, D) of angles."""
     first, second = x.chunk(2, -1)
     return x * cosine[:, None] + torch.cat([-second, first], -1) * sine[:, None]
 

@@ -72,29 +72,28 @@ def compile_layers(model: PreTrainedModel) -> None:
             module.__class__ = derived(kind, gate_of_experts, "_apply_gate")
 
 
+def fits(*tensors: Tensor) -> bool:
+    """Return True for tensors that the kernels take: in memory, and all of one supported dtype."""
+    return in_memory(*tensors) and tensors[0].dtype in DTYPES and len({tensor.dtype for tensor in tensors}) == 1
+
+
 def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
-    dtype, weight = hidden_states.dtype, module.weight
-    if not in_memory(hidden_states, weight) or dtype not in DTYPES or dtype != weight.dtype:
+    if not fits(hidden_states, module.weight):
         return module.plain_forward(hidden_states)
-    return _Norm.apply(hidden_states, weight, module.variance_epsilon)
+    return _Norm.apply(hidden_states, module.weight, module.variance_epsilon)
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor:
     # Not the attribute `weight`, which a quantised layer decodes at each access.
     weight = next(module.gate_proj.parameters())
-    if not in_memory(x, weight) or x.dtype not in DTYPES or x.dtype != weight.dtype:
+    if not fits(x, weight):
         return module.plain_forward(x)
     return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
 
 
-def has_gate_kernel(*tensors: Tensor) -> bool:
-    """Return True for tensors that the kernels of gates take: in memory and of one dtype."""
-    return in_memory(*tensors) and tensors[0].dtype in DTYPES and len({tensor.dtype for tensor in tensors}) == 1
-
-
 def gate_of_experts(module: Any, both: Tensor) -> Tensor:
     """Return silu(gate) · up, (S, I), of rows of both, (S, 2 I)."""
-    if not has_gate_kernel(both):
+    if not fits(both):
         return module.plain__apply_gate(both)
     return _GateOfHalves.apply(both)
 
@@ -103,9 +102,7 @@ def rotate(plain: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> 
     """Return queries (1, H, N, D) and keys (1, K, N, D) rotated by cosines and sines (1, N, D); `plain` is
     transformers' function.
     """
-    tensors = query, key, cos, sin
-    fitting = len({tensor.dtype for tensor in tensors}) == 1 and query.dtype in DTYPES
-    if not in_memory(*tensors) or not fitting or cos.shape != (len(query), *query.shape[2:]):
+    if not fits(query, key, cos, sin) or cos.shape != (len(query), *query.shape[2:]):
         both: tuple[Tensor, Tensor] = plain(query, key, cos, sin)
         return both
     return _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
@@ -215,15 +212,11 @@ class _GateOfHalves(torch.autograd.Function):
 
 
 def scaled_gate_gradients(both: Tensor, scales: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for y = silu(gate) · up of rows of both, (S, 2 I), the rows scales · y, (S, I), and the gradients of both
-    and of the scales, (S,), from the gradient (S, I) of scales · y.
+    """Return scales · y, (S, I), for y = silu(gate) · up of rows of both, (S, 2 I); and from the gradient (S, I) of
+    that product the gradients of both and of the scales, (S,).
     """
-    dtype, active, to_both, to_scales = (
-        both.dtype,
-        torch.empty_like(grad),
-        torch.empty_like(both),
-        torch.empty(len(both)),
-    )
+    dtype, to_scales = both.dtype, torch.empty(len(both))
+    active, to_both = torch.empty_like(grad), torch.empty_like(both)
     library("layers", dtype).scaled_gate_backward(
         *[address(tensor, dtype) for tensor in (grad, both, scales, active, to_both)],
         address(to_scales, torch.float32),

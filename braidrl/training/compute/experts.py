@@ -25,7 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from braidrl.native.building import in_memory
 from braidrl.native.linear import has_row_product, product, product_into, row_product, weight_gradient_into
-from braidrl.training.compute.cpu_layers import gate_of_experts, has_gate_kernel, scaled_gate_gradients
+from braidrl.training.compute.cpu_layers import fits, gate_of_experts, scaled_gate_gradients
 
 EXPERTS = "braid"
 """The name of this implementation of experts in transformers."""
@@ -200,10 +200,10 @@ class _Experts(torch.autograd.Function):
 def activation_gradients(
     activate: Callable[[Tensor], Tensor], states: Tensor, scales: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for rows y = activate(states) the rows scales · y, (S, I), and the gradients of the states and of the
-    scales, (S,), from the gradient (S, I) of scales · y; the scales are (S, 1).
+    """Return scales (S, 1) · y, (S, I), for rows y = activate(states); and from the gradient (S, I) of that product the
+    gradients of the states and of the scales, (S,).
     """
-    if getattr(activate, "__func__", None) is gate_of_experts and has_gate_kernel(states, scales, gradient):
+    if getattr(activate, "__func__", None) is gate_of_experts and fits(states, scales, gradient):
         return scaled_gate_gradients(states, scales, gradient)
     with torch.enable_grad():
         states = states.detach().requires_grad_()

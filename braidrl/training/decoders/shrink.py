@@ -309,9 +309,8 @@ def _attention(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) 
             if isinstance(settings.get(name), int):
                 shrunk[name] = small
         if isinstance(settings.get("head_dim"), int):
-            shrunk["head_dim"] = rope if settings["head_dim"] == settings["qk_rope_head_dim"] else sizes.head_width
-            if has_wide_layers(settings):
-                shrunk["head_dim"] = plain + rope
+            usual = rope if settings["head_dim"] == settings["qk_rope_head_dim"] else sizes.head_width
+            shrunk["head_dim"] = plain + rope if has_wide_layers(settings) else usual
         shrunk.pop("qk_head_dim", None)
 
 
@@ -319,12 +318,9 @@ def has_wide_layers(settings: dict[str, Any]) -> bool:
     """Return True if some layers of latent attention have heads as wide as their parts with and without positions,
     which the model's other layers need not have.
     """
-    layers = settings.get("per_layer_config")
-    for changes in layers.values() if isinstance(layers, dict) else ():
-        layer = settings | changes
-        if layer.get("head_dim") == layer["qk_rope_head_dim"] + layer.get("qk_nope_head_dim", 0):
-            return True
-    return False
+    changes = settings.get("per_layer_config")
+    layers = [settings | changed for changed in changes.values()] if isinstance(changes, dict) else []
+    return any(one.get("head_dim") == one["qk_rope_head_dim"] + one.get("qk_nope_head_dim", 0) for one in layers)
 
 
 def _recurrence(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> None:
