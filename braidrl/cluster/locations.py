@@ -114,11 +114,13 @@ class Locations:
 
 
 def received(ready: socket.socket) -> tuple[bytes, bytes]:
-    """Return a datagram and its sender's address. Raises ValueError for a datagram of another user."""
+    """Return a datagram and its sender's address. Raises ValueError if it is of another user or has no address."""
     message, about, _, sender = ready.recvmsg(MOST_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
     users = [CREDENTIALS.unpack(data)[1] for _, kind, data in about if kind == socket.SCM_CREDENTIALS]
     if users != [os.getuid()]:
         raise ValueError("a message of another user")
+    if not sender:
+        raise ValueError("a message that cannot be answered")
     return message, sender
 
 

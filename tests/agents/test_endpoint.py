@@ -370,25 +370,32 @@ def test_turns_that_wait_when_a_session_closes_are_not_played() -> None:
     tokenizer = make_chat_tokenizer("chatml")
 
     class Busy(Script):
-        """An engine that does not know the row yet when it is to be aborted."""
+        """An engine that does not know the row yet when it is to be aborted, and ends its turn only after that."""
+
+        async def submit(self, request: Request) -> Response:
+            await aborted.wait()
+            return await super().submit(request)
 
         async def abort(self, uid: Any) -> None:
+            aborted.set()
             raise KeyError(uid)
 
     async def run() -> None:
-        engine: Any = Busy(tokenizer, ["one", "two"], seconds=0.2)
+        engine: Any = Busy(tokenizer, ["one", "two"])
         async with Endpoint(
             engine, turn_template(tokenizer), TurnSampling(SamplingParams(max_tokens=9), 400)
         ) as endpoint:
             url = endpoint.open(Trajectory((0, 0, 0)))
             tasks = [asyncio.ensure_future(post(url, USER)) for _ in range(3)]
-            while not engine.running:
+            (waiting,) = endpoint._sessions.values()
+            while waiting.requests < 3 or not waiting.lock.locked():
                 await asyncio.sleep(0.01)
             session = await endpoint.close((0, 0, 0))
             assert session.turns == 1
             assert sorted([status for status, _ in await asyncio.gather(*tasks)]) == [200, 400, 400]
             assert session.turns == 1
 
+    aborted = asyncio.Event()
     asyncio.run(run())
 
 
