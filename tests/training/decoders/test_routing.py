@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -81,17 +83,67 @@ def replay(packed: Packed) -> Routing:
     return Routing(packed.per_token[ROUTED_EXPERTS], packed.per_token[HAS_ENTRIES])
 
 
+@contextmanager
+def hooked(model: Any, hook: Callable[[int, tuple[torch.Tensor, ...]], Any]) -> Iterator[None]:
+    """Call `hook` with the layer and the outputs (logits, weights, experts) of each router; it may replace them."""
+    with ExitStack() as stack:
+        for layer, block in enumerate(model.model.layers):
+            handle = block.mlp.gate.register_forward_hook(lambda _, __, outputs, layer=layer: hook(layer, outputs))
+            stack.callback(handle.remove)
+        yield
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_an_engine_records_what_each_token_was_given_and_no_idle_slot(kind: str) -> None:
     model, requests = make_moe(kind), wanted()
     finished = EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64)).generate(requests)
     for request, response in zip(requests, finished, strict=True):
-        ids, routing = torch.cat([request.prompt, response.tokens]), Routing()
-        with torch.no_grad(), routed(routing):
+        ids, chosen = torch.cat([request.prompt, response.tokens]), dict[int, torch.Tensor]()
+        with torch.no_grad(), hooked(model, lambda layer, outputs, chosen=chosen: chosen.update({layer: outputs[2]})):
             run_body(model, ids[None], torch.arange(len(ids))[None], PackedSequences.of([len(ids)]))
         routes = response.per_token[ROUTED_EXPERTS]
         assert routes.dtype == torch.uint8 and routes.shape == (len(ids) - 1, 2, 2)
-        assert torch.equal(routes.long(), routing.recorded()[:-1]), "the order inside top-k too"
+        # In the order in which the model's routers return them, which is not that of the numbers.
+        expected = torch.stack([chosen[0], chosen[1]], 1)[:-1]
+        assert torch.equal(routes.long(), expected) and not torch.equal(expected, expected.sort(-1).values)
+
+
+def test_a_replay_weights_each_given_expert_by_its_score_in_any_order() -> None:
+    model, requests = make_moe(), wanted()
+    packed = pack(table(requests, EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64)).generate(requests)), CPU)
+    routes, has = packed.per_token[ROUTED_EXPERTS], packed.per_token[HAS_ENTRIES]
+    with torch.no_grad():
+        free = log_probs(model, packed)
+        reversed_order = log_probs(model, packed, Routing(routes.flip(-1), has))
+    torch.testing.assert_close(reversed_order, free, rtol=0, atol=1e-9)
+    others = (routes.long() + 1) % 8  # experts that no router chose
+
+    def replaced(layer: int, outputs: tuple[torch.Tensor, ...]) -> Any:
+        logits, weights, experts = outputs
+        given = torch.where(has[:, None], others[:, layer], experts)
+        scores = logits.softmax(-1, torch.float32).gather(-1, given)
+        if model.config.norm_topk_prob:
+            scores = scores / scores.sum(-1, keepdim=True)
+        return logits, scores.to(weights.dtype), given
+
+    with torch.no_grad():
+        with hooked(model, replaced):
+            expected = log_probs(model, packed)
+        replayed = log_probs(model, packed, Routing(others, has))
+    torch.testing.assert_close(replayed, expected, rtol=0, atol=1e-9)
+    assert (replayed - free).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_filler_and_last_tokens_of_a_replay_have_the_experts_of_the_router(kind: str) -> None:
+    model, requests, free = make_moe(kind), wanted(), Routing()
+    packed = pack(table(requests, EmbeddedEngine(model, make_tokenizer(), Decoding(16, 64)).generate(requests)), CPU)
+    packed = packed.padded(len(packed.input_ids) + 100)
+    with torch.no_grad():
+        for routing in (free, replayed := replay(packed)):
+            log_probs(model, packed, routing)
+    assert int((~packed.per_token[HAS_ENTRIES]).sum()) == 100 + len(requests)
+    assert torch.equal(replayed.recorded(), free.recorded())
 
 
 def test_a_replay_of_other_routes_gives_the_log_probs_of_the_engine_that_chose_them() -> None:
