@@ -198,17 +198,19 @@ class MasterOptimizer:
         config: TrainerConfig,
         peak: float,
         ranks: DataParallel | None = None,
-        numbers: Sequence[int] | None = None,
+        numbers: Mapping[str, int] | None = None,
         rates: Mapping[str, float] | None = None,
     ) -> None:
         """Create the optimizer of a model's parameters by name; frozen ones are excluded.
 
-        `numbers` are the parameters' indices in the full model, for a rank that holds only some; `rates` are the
-        learning rates that differ from `peak`.
+        `numbers` are the indices of all parameters of the full model, of which a rank may hold only some; `rates` are
+        the learning rates that differ from `peak`.
         """
         self.ranks = ranks or DataParallel()
-        numbered = zip(numbers or range(len(parameters)), parameters.items(), strict=True)
-        trained = [(number, name, p) for number, (name, p) in numbered if p.requires_grad]
+        numbers = numbers or {name: number for number, name in enumerate(parameters)}
+        self.count = len(numbers)
+        """The number of parameters of the full model."""
+        trained = [(numbers[name], name, p) for name, p in parameters.items() if p.requires_grad]
         self.names = [name for _, name, _ in trained]
         self.by_number = {number: p for number, _, p in trained}
         self.parameters = list(self.by_number.values())
@@ -253,17 +255,23 @@ class MasterOptimizer:
         """Divide every sum by its global count, update, and return the gradient norm before clipping.
 
         All ranks pass the same denominators. A sum with count 0 is skipped; if all are, nothing is updated and None is
-        returned. If the norm is not finite, nothing is updated. Raises UserError if weights are not finite after the
-        update, or for an override that the optimizer does not have.
+        returned. A parameter without a gradient on any rank stays as it is, without weight decay. If the norm is not
+        finite, nothing is updated. Raises UserError if weights are not finite after the update, or for an override that
+        the optimizer does not have.
         """
         self._set_groups(iteration, overrides)
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
         sums = {name: self.sums.get(name, [None] * len(self.parameters)) for name in counted}
-        for name, some in sums.items() if self.ranks.size > 1 else ():
-            # A rank without rows contributes zeros.
-            filled = [torch.zeros_like(m) if part is None else part for part, m in zip(some, self.masters, strict=True)]
-            self.ranks.all_reduce_gradients(filled, self.parameters)
-            sums[name] = list(filled)
+        if self.ranks.size > 1 and sums:
+            has_gradient = self._on_any_rank(sums.values())
+            reduced = [p for p, is_reduced in zip(self.parameters, has_gradient, strict=True) if is_reduced]
+            for name, collected in sums.items():
+                # A rank without rows contributes zeros.
+                sums[name] = [
+                    torch.zeros_like(master) if part is None and is_reduced else part
+                    for part, master, is_reduced in zip(collected, self.masters, has_gradient, strict=True)
+                ]
+                self.ranks.all_reduce_gradients([part for part in sums[name] if part is not None], reduced)
         self.sums, self.collecting = {}, []
         if not counted:
             return None
@@ -294,6 +302,14 @@ class MasterOptimizer:
         self.steps += 1
         self._publish()
         return norm
+
+    def _on_any_rank(self, sums: Iterable[Sequence[Tensor | None]]) -> list[bool]:
+        """Return whether each parameter has a gradient on any rank; all ranks call this together."""
+        flags = torch.zeros(self.count, dtype=torch.int32)
+        for parts in sums:
+            flags[[number for number, part in zip(self.by_number, parts, strict=True) if part is not None]] = 1
+        flags = self.ranks.largest_of(flags, "the parameters with a gradient")
+        return [bool(flags[number]) for number in self.by_number]
 
     def _set_groups(self, iteration: int, overrides: StepOverrides) -> None:
         """Set this step's learning rate and settings in every parameter group."""

@@ -208,10 +208,13 @@ class DataParallel(Ranks):
 
     def most_of(self, count: int, what: str) -> int:
         """Return the largest count of all ranks; `what` names it if a rank is missing."""
-        most = torch.tensor(count)
+        return int(self.largest_of(torch.tensor(count), what))
+
+    def largest_of(self, counts: Tensor, what: str) -> Tensor:
+        """Replace each count by the largest one of all ranks, in place; `what` names them if a rank is missing."""
         with self.meeting(what):
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return int(most)
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
+        return counts
 
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction

@@ -153,14 +153,13 @@ class RoleWorker(ShardedBackend):
         if self.train:
             parameters = dict(self.model.named_parameters())
             numbers_of = {name: number for number, name in enumerate(self.shapes)}
-            numbers = [numbers_of[name] for name in parameters]
             rate, tower = (
                 self.config.trainer.vision_learning_rate,
                 {id(part) for part in non_text_parameters(self.model)},
             )
             rates = {name: rate for name, weight in parameters.items() if rate is not None and id(weight) in tower}
             self.optimizer = MasterOptimizer(
-                parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers, rates
+                parameters, self.config.trainer, spec.learning_rate, self.ranks, numbers_of, rates
             )
             offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
             if not self.lora:  # adapted layers have other names

@@ -16,11 +16,14 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.training.backends import BackendSpec
 from braidrl.training.loading import load_decoder
 from braidrl.training.parallel.experts import check_experts, experts_of
+from braidrl.training.roles.worker import RoleWorker
 from tests.invariants.traces import EVERY_STEP, merged, weights
 from tests.tiny import MIXTURE, TOKENIZER, Workshop, braid, metrics_agree, sums, wait_for_steps, write_jsonl
 from tests.training.decoders.families import write_family
+from tests.training.parallel.laid_out import config_of, make_rows, one_step
 
 WAIT_S = 200.0
 EXPERT: dict[str, Any] = {"expert": 2}
@@ -43,6 +46,7 @@ LAYOUTS: dict[int, dict[str, list[dict[str, Any]]]] = {
     },
 }
 """Layouts by name: the first of each list trains and saves, and the others resume."""
+DECAY = {"weight_decay": 10.0}
 BALANCE = {"balance": {"auxiliary": 0.3, "z": 0.1}}
 BALANCED: dict[int, list[dict[str, Any]]] = {
     2: [{**EXPERT, "sequence": 2, "shard": "full"}, {**EXPERT, "tensor": 2}, {"pipeline": 2}],
@@ -87,8 +91,29 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_ranks_that_share_experts_give_the_result_of_one_process(mixture: str, size: int, tmp_path: Path) -> None:
     cases = {name: (mixture, layouts) for name, layouts in LAYOUTS[size].items()}
-    task = {"cases": {}, "experts": cases, "folder": str(tmp_path)}
-    assert run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S) == {name: [] for name in cases}
+    indexer = str(write_family(tmp_path / "indexer", "deepseek_v32"))
+    stepped = {"parameters without a gradient": (indexer, EXPERT, DECAY)} if size == 2 else {}
+    task = {"cases": {}, "experts": cases, "stepped": stepped, "folder": str(tmp_path)}
+    of_ranks = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
+    assert of_ranks == {name: [] for name in (*cases, *stepped)}
+
+
+def test_an_indexer_has_no_gradient_so_that_it_stays_and_its_run_is_resumed(tmp_path: Path) -> None:
+    model = write_family(tmp_path / "model", "deepseek_v32")
+    workers = [RoleWorker(BackendSpec("actor", config_of(str(model), **DECAY), train=True)) for _ in range(2)]
+    before = {name: tensor.clone() for name, tensor in workers[0].full_state_dict().items()}
+    every_row = torch.arange(len(make_rows()))
+    first = one_step(workers[0], every_row)
+    changed = {name for name, tensor in before.items() if not torch.equal(first[f"weight {name}"], tensor)}
+    assert {name for name in before.keys() - changed if name.endswith("weight")} == {
+        name for name in before if ".indexer." in name and name.endswith("weight")
+    }
+    workers[0].export(tmp_path / "saved")
+    workers[1].load(tmp_path / "saved")
+    second, resumed = (one_step(worker, every_row, 2) for worker in workers)
+    for name, tensor in second.items():
+        # transformers reads routers in float32.
+        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=1e-6)
 
 
 @pytest.mark.soak
