@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, first_line, suggest
+from braidrl.training.compute.expert_forms import prepare_for_adapters, takes_adapters
 from braidrl.training.compute.experts import DOWN, SCALING, UP
 from braidrl.training.decoders.body import base_of, decoder_of, non_text_modules
 from braidrl.weights.boxes import Box
@@ -137,8 +138,8 @@ def stacks_of(model: nn.Module) -> dict[str, list[tuple[Any, str]]]:
     """
     stacks: dict[str, list[tuple[Any, str]]] = {}
     for title, module in model.named_modules():
-        # Experts that transformers computes separately cannot have adapters here.
-        for name, parameter in module.named_parameters(recurse=False) if hasattr(module, "has_gate") else ():
+        # Experts of forms that Braid does not know cannot have adapters.
+        for name, parameter in module.named_parameters(recurse=False) if takes_adapters(module) else ():
             if parameter.dim() == 3:
                 stacks.setdefault(f"{title.rpartition('.')[2]}.{name}", []).append((module, name))
     return stacks
@@ -146,16 +147,22 @@ def stacks_of(model: nn.Module) -> dict[str, list[tuple[Any, str]]]:
 
 def add_to_stack(module: Any, name: str, lora: LoraConfig) -> None:
     """Add an adapter to stacked matrices of a module of experts, with peft's initial values."""
+    prepare_for_adapters(module)
     if not hasattr(module, DOWN):
         setattr(module, DOWN, nn.ParameterDict())
         setattr(module, UP, nn.ParameterDict())
         setattr(module, SCALING, lora.alpha / lora.rank)
     weights = getattr(module, name)
-    experts, outer, inner = weights.shape if not module.is_transposed else weights.mT.shape
+    experts, outer, inner = (weights.mT if is_transposed(module) else weights).shape
     bound = 1 / math.sqrt(inner)
     down = torch.empty(experts, lora.rank, inner, device=weights.device).uniform_(-bound, bound)
     getattr(module, DOWN)[name] = nn.Parameter(down)
     getattr(module, UP)[name] = nn.Parameter(torch.zeros(experts, outer, lora.rank, device=weights.device))
+
+
+def is_transposed(module: Any) -> bool:
+    """Return True for experts whose matrices are (in, out) for peft, which reads this attribute."""
+    return bool(getattr(module, "is_transposed", False))
 
 
 def start_from(model: nn.Module, path: Path) -> None:
@@ -345,7 +352,7 @@ class AdaptedStack:
         self.weights, self.scaling, self.is_transposed = (
             getattr(module, name),
             getattr(module, SCALING),
-            module.is_transposed,
+            is_transposed(module),
         )
         self.down, self.up = getattr(module, DOWN)[name], getattr(module, UP)[name]
         self.shape, self.dtype, self.device = self.weights.shape, self.weights.dtype, self.weights.device

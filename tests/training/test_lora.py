@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from braidrl.training.roles.worker import RoleWorker
 from braidrl.weights.collective import Incoming, WeightOffer
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.transfer import LayoutCopy
-from tests.tiny import MIXTURE, TOKENIZER
-from tests.training.parallel.laid_out import EXPERT_ADAPTERS, OBJECTIVE, config_of, make_rows, one_step
+from tests.training.decoders.families import write_family
+from tests.training.parallel.laid_out import EXPERT_ADAPTERS, JETMOE_ADAPTERS, OBJECTIVE, config_of, make_rows, one_step
 
 LORA = {"rank": 4, "alpha": 6.0}
 
@@ -106,13 +105,21 @@ def test_export_is_an_equal_plain_model_and_peft_loads_the_adapters(
         torch.testing.assert_close(by_peft.state_dict()[name], tensor, rtol=0, atol=1e-12)
 
 
-def test_adapters_of_experts_have_the_chain_rules_gradient_and_peft_reads_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3_moe", EXPERT_ADAPTERS),
+        pytest.param("llama4_text", EXPERT_ADAPTERS, marks=pytest.mark.soak),
+        ("jetmoe", JETMOE_ADAPTERS),
+    ],
+)
+def test_adapters_of_experts_have_the_chain_rules_gradient_and_peft_reads_them(
+    tmp_path: Path, name: str, targets: tuple[str, ...]
+) -> None:
     from peft import PeftModel
 
-    torch.manual_seed(9)
-    AutoModelForCausalLM.from_config(deepcopy(MIXTURE)).save_pretrained(tmp_path / "mixture")
-    TOKENIZER.save_pretrained(tmp_path / "mixture")
-    config = adapted(tmp_path / "mixture", targets=EXPERT_ADAPTERS)
+    write_family(tmp_path / "mixture", name)
+    config = adapted(tmp_path / "mixture", targets=targets)
     worker = started(config)
     worker.export(tmp_path / "merged")
     plain = RoleWorker(BackendSpec("actor", config_of(str(tmp_path / "merged")), train=True))
@@ -120,8 +127,9 @@ def test_adapters_of_experts_have_the_chain_rules_gradient_and_peft_reads_them(t
     torch.testing.assert_close(plain.forward("log_probs", make_rows()).values, expected, rtol=0, atol=1e-9)
     of_weights, of_adapters = gradients(plain), gradients(worker)
     tensors, scaling = dict(worker.model.named_parameters()), LORA["alpha"] / LORA["rank"]
-    stacks = [name for name in of_weights if name.endswith(("gate_up_proj", "down_proj"))]
-    assert len(stacks) == 2 * 4 and len(of_adapters) == 2 * (len(stacks) + 4), "only adapters have a gradient"
+    stacks = [name for name in of_weights if name.endswith(targets[1:])]
+    assert stacks and all(of_weights[stack].dim() == 3 for stack in stacks)
+    assert all(".lora_" in name for name in of_adapters), "only adapters have a gradient"
     for stack in stacks:
         module, _, leaf = stack.rpartition(".")
         down, up = tensors[f"{module}.lora_A.{leaf}"], tensors[f"{module}.lora_B.{leaf}"]
@@ -131,8 +139,8 @@ def test_adapters_of_experts_have_the_chain_rules_gradient_and_peft_reads_them(t
         torch.testing.assert_close(result[1], scaling * of_weights[stack] @ down.mT, rtol=1e-9, atol=1e-9)
     source = AutoModelForCausalLM.from_pretrained(tmp_path / "mixture", dtype=torch.float64)
     by_peft = PeftModel.from_pretrained(source, str(tmp_path / "merged" / ADAPTER)).double().merge_and_unload()
-    for name, tensor in plain.model.state_dict().items():
-        torch.testing.assert_close(by_peft.state_dict()[name], tensor, rtol=0, atol=1e-12)
+    for key, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(by_peft.state_dict()[key], tensor, rtol=0, atol=1e-12)
     # Another run starts from peft's files.
     start = config_of(str(tmp_path / "mixture")).trainer.model_copy(
         update={"lora": LoraConfig(adapter=tmp_path / "merged" / ADAPTER)}

@@ -26,10 +26,11 @@ from transformers import PreTrainedModel
 from braidrl.cluster.process_groups import subgroup
 from braidrl.errors import UserError
 from braidrl.native.linear import product
+from braidrl.training.compute.expert_forms import LocalExperts
 from braidrl.training.compute.experts import experts_forward
 from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.loading import load_decoder
-from braidrl.training.parallel.experts import LocalExperts, expert_blocks, experts_of
+from braidrl.training.parallel.experts import expert_blocks, experts_of
 from braidrl.training.parallel.pipeline import PassThrough, split_layers
 from braidrl.training.parallel.tensor import full_plan_of
 from braidrl.weights.boxes import Slices, boxes_of, chunk, pattern_of

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from braidrl.errors import UserError
-from braidrl.training.compute.experts import DOWN, EXPERTS, UP, Sorting
+from braidrl.training.compute.expert_forms import GatedExperts, LocalExperts, rows_of_experts
+from braidrl.training.compute.experts import DOWN, UP, Sorting
 from braidrl.training.parallel.sequence import AllToAll
 from braidrl.weights.boxes import Box, chunk
 
@@ -106,31 +106,6 @@ def stacked_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Param
     return [(holder, *named) for holder in holders for named in holder.named_parameters(recurse=False)]
 
 
-class LocalExperts:
-    """This rank's experts of a module, with plain tensors, for functions of experts."""
-
-    def __init__(self, module: Any, count: int) -> None:
-        self.module, self.num_experts = module, count
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.module, name)
-        if isinstance(value, nn.ParameterDict):
-            return {key: factor.to_local() for key, factor in value.items()}
-        return value.to_local() if isinstance(value, DTensor) else value
-
-
-class GatedExperts(LocalExperts):
-    """Experts whose matrices (in, out) transformers multiplies without the attributes of its common forward."""
-
-    has_gate, is_transposed, has_bias = True, True, False
-    has_post_expert_norm = _is_expert_parallel = False
-
-    def _apply_gate(self, states: Tensor) -> Tensor:
-        gate, up = states.chunk(2, dim=-1)
-        gated: Tensor = self.act_fn(gate) * up
-        return gated
-
-
 class Dispatch:
     """The forward of a module of experts: sends each row to the rank of its expert, and adds the results by token."""
 
@@ -174,9 +149,7 @@ class Dispatch:
 
     def local_results(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Return each row (R, D) after the local expert of its number, R of at least one."""
-        forward = ALL_EXPERTS_FUNCTIONS[EXPERTS]
-        outputs: Tensor = forward(self.experts, rows, numbers[:, None], rows.new_ones((len(rows), 1)))
-        return outputs
+        return rows_of_experts(self.experts, rows, numbers)
 
 
 class SortedDispatch(Dispatch):

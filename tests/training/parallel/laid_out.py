@@ -48,6 +48,7 @@ OBJECTIVE: dict[str, Any] = {"loss": "clip", "aggregate": "token-mean", "entropy
 Found = dict[str, torch.Tensor]
 Targets = tuple[str, ...]
 EXPERT_ADAPTERS: Targets = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+JETMOE_ADAPTERS: Targets = ("kv_proj", "input_linear.weight", "output_linear.weight")
 
 
 def make_rows(prompt: int = 0) -> Rows:
@@ -235,12 +236,13 @@ def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
     for name, (model, layouts) in task.get("experts", {}).items():
         world.at(name)
         result[name] = of_all_ranks(world, divided_experts(world, model, layouts, Path(task["folder"], name)))
-    saved = list[Path]()
-    for model, layout in task.get("adapted", []):
-        world.at(f"adapters under {layout}")
-        saved.append(Path(task["folder"], f"adapted-{len(saved)}"))
-        differing = adapted_steps(world, model, layout, saved[-2:], EXPERT_ADAPTERS, limit=1e-9)
-        result[f"adapters under {layout}"] = of_all_ranks(world, differing)
+    for name, (model, layouts, targets) in task.get("adapted", {}).items():
+        saved = list[Path]()
+        for layout in layouts:
+            world.at(f"{name} under {layout}")
+            saved.append(Path(task["folder"], f"{name}-{len(saved)}"))
+            differing = adapted_steps(world, model, layout, saved[-2:], tuple(targets), limit=1e-9)
+            result[f"{name} under {layout}"] = of_all_ranks(world, differing)
     for model, layout, prompt in task.get("shared", []):
         result[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
     for model, layout in task.get("kept", []):

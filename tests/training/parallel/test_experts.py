@@ -23,7 +23,7 @@ from braidrl.training.roles.worker import RoleWorker
 from tests.invariants.traces import EVERY_STEP, merged, weights
 from tests.tiny import MIXTURE, TOKENIZER, Workshop, braid, metrics_agree, sums, wait_for_steps, write_jsonl
 from tests.training.decoders.families import write_family
-from tests.training.parallel.laid_out import config_of, make_rows, one_step
+from tests.training.parallel.laid_out import EXPERT_ADAPTERS, JETMOE_ADAPTERS, config_of, make_rows, one_step
 
 WAIT_S = 200.0
 EXPERT: dict[str, Any] = {"expert": 2}
@@ -120,19 +120,22 @@ def test_an_indexer_has_no_gradient_so_that_it_stays_and_its_run_is_resumed(tmp_
 def test_experts_of_models_by_rows_and_of_other_forms_are_shared_while_layers_are_recomputed(tmp_path: Path) -> None:
     folders = {name: str(write_family(tmp_path / name, name)) for name in OTHERS}
     cases = {f"{name} under {layout}": (folders[name], layout, {}) for name in OTHERS for layout in OTHERS[name]}
-    task = {"cases": {}, "stepped": cases}
+    layouts = [EXPERT, {**EXPERT, "shard": "full"}]
+    targets = {"llama4_text": EXPERT_ADAPTERS, "jetmoe": JETMOE_ADAPTERS}
+    adapted = {f"adapters of {name}": (folders[name], layouts, targets[name]) for name in targets}
+    task = {"cases": {}, "stepped": cases, "adapted": adapted, "folder": str(tmp_path)}
     of_ranks = run_ranks("tests.training.parallel.laid_out:compare", task, 2, WAIT_S)
-    assert of_ranks == {name: [] for name in cases}
+    assert of_ranks == {name: [] for name in (*cases, *(f"{name} under {lay}" for name in adapted for lay in layouts))}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_experts_balance_and_adapt_as_one_process(mixture: str, size: int, tmp_path: Path) -> None:
     balanced = {f"balance under {layout}": (mixture, layout, BALANCE, True) for layout in BALANCED[size]}
-    adapted = {f"adapters under {layout}": (mixture, layout) for layout in ADAPTED[size]}
-    task = {"cases": {}, "stepped": balanced, "adapted": list(adapted.values()), "folder": str(tmp_path)}
+    adapted = {"adapters": (mixture, ADAPTED[size], EXPERT_ADAPTERS)}
+    task = {"cases": {}, "stepped": balanced, "adapted": adapted, "folder": str(tmp_path)}
     of_ranks = run_ranks("tests.training.parallel.laid_out:compare", task, size, WAIT_S)
-    assert of_ranks == {name: [] for name in (*balanced, *adapted)}
+    assert of_ranks == {name: [] for name in (*balanced, *(f"adapters under {layout}" for layout in ADAPTED[size]))}
 
 
 def test_an_expert_axis_that_divides_no_devices_is_refused_in_one_line() -> None:
