@@ -76,6 +76,7 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
     "products": {
         "pack": [None, *[POINTER] * 2, *[LONG] * 2, INT],
         "product": [INT, *[POINTER] * 5, *[LONG] * 3, INT],
+        "route": [None, *[POINTER] * 3, *[LONG] * 3, INT, INT],
         "mixture": [INT, *[POINTER] * 8, *[LONG] * 5, INT],
     },
 }

@@ -60,10 +60,15 @@ static inline void rotated(const number *restrict x, const number *restrict weig
     }
 }
 
+/* Has a head's vector brought from memory to the cache. */
+static inline void fetch(const number *x) {
+    for (int i = 0; i < HEAD; i += 64 / (int)sizeof(number)) __builtin_prefetch(x + i, 0, 2);
+}
+
 /* One query per head against the slot's keys up to its position, reading each key and value once; `scores` has room for
-   GROUP rows of `seen` numbers. */
+   GROUP rows of `seen` numbers. Meanwhile the values, and then the keys at `ahead`, which are read next, come from memory. */
 static void attend_one(float query[GROUP][HEAD], const number *restrict keys, const number *restrict values,
-                       int64_t seen, float *restrict scores, number *restrict out) {
+                       int64_t seen, float *restrict scores, number *restrict out, const number *ahead) {
     float largest[GROUP], total[GROUP], sums[GROUP][HEAD];
     for (int g = 0; g < GROUP; g++) {
         largest[g] = -INFINITY;
@@ -71,6 +76,7 @@ static void attend_one(float query[GROUP][HEAD], const number *restrict keys, co
     }
     for (int64_t l = 0; l < seen; l++) {
         const number *restrict key = keys + l * HEAD;
+        fetch(values + l * HEAD);
         for (int g = 0; g < GROUP; g++) {
             float product = 0;
 #pragma omp simd reduction(+ : product)
@@ -90,6 +96,7 @@ static void attend_one(float query[GROUP][HEAD], const number *restrict keys, co
     }
     for (int64_t l = 0; l < seen; l++) {
         const number *restrict value = values + l * HEAD;
+        fetch(ahead + l * HEAD);
         for (int g = 0; g < GROUP; g++) {
             float weight = scores[g * seen + l];
             for (int i = 0; i < HEAD; i++) sums[g][i] += weight * load(value[i]);
@@ -148,7 +155,10 @@ int attend(const number *projected, const number *query_weight, const number *ke
                 }
                 int64_t first = window > 0 && position >= window ? position - window + 1 : 0;
                 int64_t start = ((slots[r] * key_heads + k) * capacity + first) * HEAD;
-                attend_one(query, keys + start, values + start, position + 1 - first, scores, attended);
+                int64_t next = task + 1 < rows * key_heads ? task + 1 : task, slot = slots[next / key_heads];
+                int64_t start_of_next = ((slot < 0 ? 0 : slot) * key_heads + next % key_heads) * capacity * HEAD;
+                attend_one(query, keys + start, values + start, position + 1 - first, scores, attended,
+                           keys + start_of_next);
             }
         }
         free(scores);

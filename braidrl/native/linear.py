@@ -121,6 +121,24 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, panels: T
     return out
 
 
+def chosen_experts(logits: Tensor, active: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return the `active` experts with the largest logits (T, E), (T, K) int64, and their weights (T, K), without
+    gradients: the softmax over all experts, or with `normalised` over the chosen ones.
+    """
+    chosen = torch.empty((len(logits), active), dtype=torch.int64)
+    weights = logits.new_empty(chosen.shape)
+    library("products", logits.dtype).route(
+        address(logits, logits.dtype),
+        address(chosen, torch.int64),
+        address(weights, logits.dtype),
+        *logits.shape,
+        active,
+        normalised,
+        torch.get_num_threads(),
+    )
+    return chosen, weights
+
+
 def gated_experts(
     x: Tensor,
     chosen: Tensor,

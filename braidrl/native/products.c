@@ -195,6 +195,39 @@ int product(const number *x, const number *weight, const float *packed, const nu
     return done;
 }
 
+/* The `active` experts of each row with the largest logits (rows, experts), of equal ones the first, in descending order, and
+   their softmax over all experts, or over the chosen ones where it is `normalised`. */
+void route(const number *logits, int64_t *chosen, number *weights, int64_t rows, int64_t experts, int64_t active, int normalised,
+           int threads) {
+#pragma omp parallel for num_threads(threads_for(rows * experts * (active + 1), threads)) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const number *x = logits + r * experts;
+        float before = INFINITY, largest = 0;
+        int64_t last = -1;
+        for (int64_t k = 0; k < active; k++) {
+            int64_t best = -1;
+            float highest = -INFINITY;
+            for (int64_t e = 0; e < experts; e++) {
+                float value = load(x[e]);
+                int is_left = value < before || (value == before && e > last);
+                if (is_left && (best < 0 || value > highest)) {
+                    best = e;
+                    highest = value;
+                }
+            }
+            last = chosen[r * active + k] = best < 0 ? k : best; /* NaN, which the weights show */
+            before = load(x[last]);
+            if (!k) largest = before;
+        }
+        const int64_t *of_row = chosen + r * active;
+        float of_all = 0, of_chosen = 0;
+        for (int64_t e = 0; e < experts; e++) of_all += exponential(load(x[e]) - largest);
+        for (int64_t k = 0; k < active; k++) of_chosen += exponential(load(x[of_row[k]]) - largest);
+        float total = normalised && of_all == of_all ? of_chosen : of_all;
+        for (int64_t k = 0; k < active; k++) weights[r * active + k] = store(exponential(load(x[of_row[k]]) - largest) / total);
+    }
+}
+
 /* Elements of a matrix (columns, inner) among the packed ones of a stack. */
 static inline int64_t packed_size(int64_t columns, int64_t inner) { return (columns + 15) / 16 * 16 * inner; }
 

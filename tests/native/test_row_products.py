@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braidrl.native.linear import PACKED, gated_experts, packed, packed_bytes, row_product
+from braidrl.native.linear import PACKED, chosen_experts, gated_experts, packed, packed_bytes, row_product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,6 +72,29 @@ def test_a_tokens_experts_have_the_same_bits_among_any_tokens(
         assert torch.equal(gated_experts(x, chosen, weights, gate_up, down, panels), together)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "active"), [(8, 2), (128, 8), (3, 3)])
+def test_experts_are_chosen_as_by_softmax_and_topk(dtype: torch.dtype, experts: int, active: int) -> None:
+    logits = (3 * torch.randn(2000, experts, generator=torch.Generator().manual_seed(experts))).to(dtype)
+    scores = logits.float().softmax(-1)
+    # Of equal scores the first counts, which torch's `topk` leaves open.
+    expected = scores.sort(descending=True, stable=True).indices[:, :active]
+    weights = scores.gather(1, expected)
+    limits = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
+    for normalised in (False, True):
+        chosen, found = chosen_experts(logits, active, normalised)
+        sums = weights.sum(1, keepdim=True) if normalised else 1
+        assert torch.equal(chosen, expected)
+        torch.testing.assert_close(found.float(), weights / sums, **limits)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_the_weights_of_experts_show_a_logit_that_is_no_number(normalised: bool) -> None:
+    logits = torch.tensor([[float("nan")] * 4, [0.0, float("nan"), 2.0, 1.0]])
+    chosen, weights = chosen_experts(logits, 4, normalised)
+    assert weights.isnan().all() and int(chosen.min()) >= 0 and int(chosen.max()) < 4
 
 
 def test_few_float32_matrices_are_packed_in_whole_panels() -> None:

@@ -67,9 +67,8 @@ def test_an_engine_of_half_precision_is_followed_where_it_routes_otherwise(works
         own = {"algorithm": {"replay": replay}, "dtype": "float32", "rollout": {"dtype": "bfloat16"}}
         run = workshop.run(f"half-{replay}", **merged(merged(SECTIONS, own), balance))
         changed = {name: value for name, value in read_metrics(run)[0].items() if "routes_changed" in name}
-        assert len(changed) == (2 if replay == "inference" else 0) and all(
-            0 < share < 0.5 for share in changed.values()
-        )
+        assert len(changed) == (2 if replay == "inference" else 0)
+        assert not changed or 0 < max(changed.values()) < 0.5
         gaps[replay] = read_metrics(run)[0]["train/rollout_log_prob_gap"]
         alone = read_metrics(run)[0].get("actor/routing_log_prob_gap")
     assert gaps["inference"] < gaps["none"] and alone is not None and 0 < alone < 2 * gaps["none"]

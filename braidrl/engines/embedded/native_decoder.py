@@ -4,10 +4,10 @@
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm
     ─▶ logits ─▶ draw
 
-In a mixture one kernel computes all experts of a layer; the router is the model's module. If several policies share
-the weights, a product is followed by that of their adapters. A step reads one or several tokens of each row. Each token
-reads the keys of its slot up to its position, so a long row does not slow down others. The residual stream is float32
-for weights of any dtype.
+In a mixture one kernel chooses the experts and another one computes them. If several policies share the weights, a
+product is followed by that of their adapters. A step reads one or several tokens of each row. Each token reads the keys
+of its slot up to its position, so a long row does not slow down others. The residual stream is float32 for weights of
+any dtype.
 
 Shapes: B tokens in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
@@ -28,6 +28,7 @@ from braidrl.engines.embedded.slot_states import ROW_MULTIPLE
 from braidrl.native.building import library
 from braidrl.native.linear import (
     ProductLinear,
+    chosen_experts,
     gated_experts,
     has_row_product,
     packed,
@@ -38,6 +39,7 @@ from braidrl.native.linear import (
 from braidrl.training.compute.cuda_layers import DTYPES
 from braidrl.training.compute.slots import SlotCache
 from braidrl.training.decoders.body import decoder_of
+from braidrl.training.decoders.routing import record
 from braidrl.training.lora import is_adapter
 from braidrl.training.parallel.pipeline import local_layers
 
@@ -144,8 +146,8 @@ class Gated:
 class Mixture:
     """The weights of E experts of width I."""
 
-    router: nn.Module
-    """Called as a module, because it may record routes."""
+    router: Any
+    """A module with a weight (E, W)."""
     gate_up: Tensor
     """(E, 2I, W)."""
     down: Tensor
@@ -258,7 +260,7 @@ class NativeDecoder(Generic[KernelsT]):
         linears: list[Any] = [layer.output for layer in self._layers]
         for layer in self._layers:
             if isinstance(layer.mlp, Mixture):
-                matrices += [layer.mlp.gate_up, layer.mlp.down]
+                matrices += [layer.mlp.router.weight.detach(), layer.mlp.gate_up, layer.mlp.down]
             else:
                 matrices.append(layer.mlp.gate_up)
                 linears.append(layer.mlp.down)
@@ -337,10 +339,10 @@ class NativeDecoder(Generic[KernelsT]):
 
     def _mixed(self, mixture: Mixture, x: Tensor) -> Tensor:
         """Return the weighted sums (B, W) of the experts that the router chooses for x (B, W)."""
-        filler = -len(x) % ROW_MULTIPLE
-        padded = nn.functional.pad(x, (0, 0, 0, filler)) if filler else x
-        _, weights, chosen = mixture.router(padded)
-        weights, chosen = weights[: len(x)].to(x.dtype), chosen[: len(x)]
+        router = mixture.router
+        logits = self._product(x, router.weight.detach())
+        chosen, weights = chosen_experts(logits, router.top_k, router.norm_topk_prob)
+        record(router, chosen)
         panels = self._panels.get(mixture.gate_up.data_ptr()), self._panels.get(mixture.down.data_ptr())
         return gated_experts(x, chosen, weights, mixture.gate_up, mixture.down, panels)
 

@@ -141,6 +141,12 @@ def router_forward(self: Any, *arguments: Any, **named: Any) -> Any:
         return self.plain_forward(*arguments, **named)
 
 
+def record(router: Any, chosen: Tensor) -> None:
+    """Record experts (N, k) that were chosen with a router's weight and not by its forward."""
+    if (routing := current.get()) is not None:
+        routing.chosen[layer_of(router)] = chosen
+
+
 def use_routing(model: Any) -> int:
     """Prepare a model's routers in place for `routed`; return their number, including those on other ranks.
 

@@ -156,7 +156,7 @@ def test_an_aborted_row_returns_the_tokens_of_its_last_pass_and_continues_equall
         assert torch.equal(part.log_probs, row.log_probs[: len(part.tokens)])
         assert complete.tokens.tolist() == row.tokens.tolist()
         # The resumed row's earlier tokens were computed in one forward pass, which rounds otherwise.
-        torch.testing.assert_close(complete.log_probs, row.log_probs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(complete.log_probs, row.log_probs, rtol=0, atol=3e-5)
 
 
 def test_speculation_is_turned_off_by_the_word_that_yaml_reads_as_false(tmp_path: Path) -> None:
