@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
 from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
@@ -267,11 +269,14 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
         weights = choice.resident.get(ENGINE, 0)  # the part of an engine that stays resident while it sleeps
         parts = (bytes_of.get(Asset("", part), 0) for part in PARTS)
         measured.append(((choice.busy, *parts, weights, choice.working), choice))
-    front: list[tuple[tuple[float, ...], Choice]] = []
-    for numbers, choice in sorted(measured, key=lambda pair: pair[0]):
-        if not any(all(a <= b for a, b in zip(kept, numbers, strict=True)) for kept, _ in front):
-            front.append((numbers, choice))
-    return [choice for _, choice in front]
+    measured.sort(key=lambda pair: pair[0])
+    front: list[Choice] = []
+    fastest = np.empty((len(measured), len(measured[0][0]) if measured else 0))
+    for numbers, choice in measured:
+        if not (fastest[: len(front)] <= numbers).all(axis=1).any():
+            fastest[len(front)] = numbers
+            front.append(choice)
+    return front
 
 
 def all_resident(roles: Mapping[str, Choice], group: NodeGroup, devices: int) -> SetChoice:

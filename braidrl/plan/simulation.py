@@ -164,6 +164,7 @@ class Streaming:
             for number in range(0 if lacking else work.workers.get(consumer.name, 1)):
                 self.workers.append(SimulatedWorker(f"{consumer.name}/{number}", consumer, slots=slots))
         self.engines = [worker for worker in self.workers if worker.consumer.kind is Kind.GENERATE]
+        self.trainers = [worker for worker in self.workers if worker.consumer.kind is Kind.TRAIN]
         self.loading = LoadingSchedule(work.loading, max(1, len(self.engines) // 2))
         for engine in self.engines:
             self.loading.join(engine.name)
@@ -270,7 +271,7 @@ class Streaming:
     def _train(self) -> bool:
         """Let trainers accumulate, make due steps, and end their batches."""
         changed, coming = False, self.schedule.progress.coming
-        for worker in self.workers if coming is not None else ():
+        for worker in self.trainers if coming is not None else ():
             training = worker.training
             if not worker.consumer.takes_rows:
                 due = [stage for stage in worker.consumer.updates if self.schedule.progress.may_step(stage)]

@@ -33,7 +33,7 @@ from braidrl.plan.rates import read_rates
 from braidrl.runtimes.memory.budget import moving, peak
 from braidrl.runtimes.prepare.deployment import deploy
 from braidrl.runtimes.run import TrainingRun
-from tests.tiny import ROOT, TOKENIZER, Workshop, braid
+from tests.tiny import MIXTURE, ROOT, TOKENIZER, Workshop, braid
 
 PPO: dict[str, Any] = {
     "flow": "ppo",
@@ -361,3 +361,56 @@ def test_devices_may_come_from_a_file_with_kinds_of_its_own(workshop: Workshop) 
 @pytest.mark.parametrize(("seconds", "text"), [(0.0314, "0.0314"), (99.7, "100"), (207.4, "207"), (12345.6, "12,346")])
 def test_seconds_of_hours_have_no_exponent(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "235b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+        "vocab_size": 151936,
+    },
+    "dense-between": {"decoder_sparse_step": 2},
+    "dense-first": {"mlp_only_layers": [0], "output_router_logits": True},
+}
+"""Settings of mixtures: the sizes of a Qwen3-235B-A3B, and models of which some layers are dense."""
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "engine"),
+    [
+        ("dense-between", "2x8xH100-80GB", "embedded"),
+        ("dense-first", "2x8xH100-80GB", "vllm"),
+        slow("235b", "8x8xH100-80GB", "vllm"),
+        slow("235b", "64x8xH100-80GB", "vllm"),
+    ],
+)
+def test_plans_of_a_mixture_on_many_gpus_pass_the_dry_run(
+    tmp_path: Path, sums_file: Path, size: str, devices: str, engine: str
+) -> None:
+    model, overlay = tmp_path / "model", tmp_path / "overlay.yaml"
+    MIXTURE.__class__(**{**MIXTURE.to_dict(), **MIXTURES[size]}).save_pretrained(model)
+    TOKENIZER.save_pretrained(model)
+    path = ROOT / "examples" / "gsm8k" / "config.yaml"
+    changes = [
+        f"model={model}",
+        f"data.train={sums_file}",
+        "data.eval={}",
+        "data.max_prompt_tokens=128",
+        "rollout.max_response_tokens=64",
+        f"rollout.engine={engine}",
+        "reward.verify=gsm8k",
+        "device=cuda",
+    ]
+    request = PlanOptions(devices, lengths="16:64", time_limit=0.2)
+    problem = problem_of(load_config(path, changes), request)
+    best, *_ = best_plans(problem, request)
+    overlay.write_text(yaml.safe_dump(overlay_of(best, problem)))
+    out = StringIO()
+    dry_run(load_config(path, [*changes, str(overlay)]), Console(file=out, width=160))
+    assert re.search(r"parameters, [\d.]+[MB] active", out.getvalue())

@@ -23,6 +23,7 @@ A row's bucket in a task says for which batch it is, and its state there:
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from braidrl.errors import UserError
@@ -99,7 +100,7 @@ class Consumer:
         """Return its train stages."""
         return [stage for stage in self.stages if stage.kind is Kind.TRAIN]
 
-    @property
+    @cached_property
     def takes_rows(self) -> bool:
         """Return False if it only copies weights."""
         return any(is_optimized(stage) or stage.kind is not Kind.TRAIN for stage in self.stages)

@@ -319,7 +319,8 @@ def has_wide_layers(settings: dict[str, Any]) -> bool:
     which the model's other layers need not have.
     """
     changes = settings.get("per_layer_config")
-    layers = [settings | changed for changed in changes.values()] if isinstance(changes, dict) else []
+    # Layers without an entry have the model's settings.
+    layers = [settings, *(settings | changed for changed in changes.values())] if isinstance(changes, dict) else []
     return any(one.get("head_dim") == one["qk_rope_head_dim"] + one.get("qk_nope_head_dim", 0) for one in layers)
 
 

@@ -135,6 +135,14 @@ class Shape:
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.config)
 
+    @cached_property
+    def cached_elements(self) -> tuple[int, int]:
+        return cached_elements(self.config)
+
+    def cache_bytes(self, slots: int, tokens: int) -> int:
+        """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens."""
+        return rows_bytes(self.cached_elements, self.element_bytes, slots, tokens)
+
 
 MEASURED: dict[tuple[str, torch.dtype, bool, str], Shape] = {}
 """This process's cache: checks, plans and dry runs ask repeatedly; a large model with adapters takes half a second."""
@@ -311,6 +319,17 @@ def parameters_outside_layers(shape: Shape, layout: ParallelLayout) -> int:
 
 def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
     """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens."""
+    return rows_bytes(cached_elements(config), element_bytes, slots, tokens)
+
+
+def rows_bytes(elements: tuple[int, int], element_bytes: int, slots: int, tokens: int) -> int:
+    """Return the bytes of `slots` rows of `tokens` tokens, of which each token and each row has `elements`."""
+    per_token, per_row = elements
+    return element_bytes * slots * (per_token * tokens + per_row)
+
+
+def cached_elements(config: Any) -> tuple[int, int]:
+    """Return the elements that an engine caches for each token and for each row."""
     key = config.to_json_string(use_diff=False)
     if key not in CACHED:
         plan, sizes = proven_plan(config, ""), ModelSizes.of(config)
@@ -327,8 +346,7 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
                     sum(part.numel() for keys_values in prefix.keys_values for part in keys_values),
                     sum(state.numel() for states in prefix.states for state in states.values()),
                 )
-    per_token, per_row = CACHED[key]
-    return element_bytes * slots * (per_token * tokens + per_row)
+    return CACHED[key]
 
 
 CACHED: dict[str, tuple[int, int]] = {}
