@@ -13,13 +13,12 @@ from braidrl.errors import UserError
 from braidrl.native.linear import use_fast_products
 from braidrl.training.decoders.body import ForwardPlan, use_plan
 from braidrl.training.decoders.proof import proven_plan
-from braidrl.training.pretrained import check_scorer, named_error, read_model_config
+from braidrl.training.pretrained import check_scorer, named_error, read_model_config, warn_once
 from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
 from braidrl.weights.model_files import ModelFiles, auto_class, scorer_class
 
 DEQUANTISED = ("fp8", "mxfp4")
 """Quantisation formats that are dequantised on loading."""
-logger = logging.getLogger(__name__)
 
 
 def load_decoder(
@@ -69,7 +68,7 @@ def warn_of_class(config: Any, folder: Path) -> None:
     for name in config.architectures or ():
         kind = getattr(getattr(transformers, name, None), "config_class", None)
         if isinstance(kind, type) and not isinstance(config, kind):
-            logger.warning(
+            warn_once(
                 "model: %s/config.json names %s in architectures, and its model_type %s decides how it is computed",
                 folder,
                 name,

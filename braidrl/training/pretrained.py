@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,13 @@ from braidrl.training.model_settings import (
 )
 from braidrl.training.role_settings import settings_of
 
-_WARNED: set[Path] = set()
-"""Folders with code of their own that this process has named."""
 logger = logging.getLogger(__name__)
+
+
+@cache
+def warn_once(message: str, *values: object) -> None:
+    """Log a warning about a model's folder, which this process may read many times."""
+    logger.warning(message, *values)
 
 
 def read_model_config(path: str | Path) -> Any:
@@ -45,7 +49,7 @@ def read_model_config(path: str | Path) -> Any:
         raise UserError(f"{where} cannot be read: {named_error(error)}") from error
     check_own_code(folder, settings, config)
     if random := disable_dropout(config):
-        logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
+        warn_once("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
     return config
 
 
@@ -75,13 +79,11 @@ def check_own_code(folder: Path, settings: Mapping[str, Any], config: Any) -> No
             f"beside a model; if it computes as {config.model_type} of transformers does, remove auto_map and name "
             "that class in architectures"
         )
-    if folder not in _WARNED:
-        _WARNED.add(folder)
-        logger.warning(
-            "model: %s has custom code (auto_map), which is not run: it is computed as %s of transformers",
-            folder,
-            config.model_type,
-        )
+    warn_once(
+        "model: %s has custom code (auto_map), which is not run: it is computed as %s of transformers",
+        folder,
+        config.model_type,
+    )
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -394,7 +395,9 @@ def test_plans_of_a_mixture_on_many_gpus_pass_the_dry_run(
     tmp_path: Path, sums_file: Path, size: str, devices: str, engine: str
 ) -> None:
     model, overlay = tmp_path / "model", tmp_path / "overlay.yaml"
-    MIXTURE.__class__(**{**MIXTURE.to_dict(), **MIXTURES[size]}).save_pretrained(model)
+    mixture = deepcopy(MIXTURE)
+    mixture.update(MIXTURES[size])
+    mixture.save_pretrained(model)
     TOKENIZER.save_pretrained(model)
     path = ROOT / "examples" / "gsm8k" / "config.yaml"
     changes = [
@@ -412,5 +415,5 @@ def test_plans_of_a_mixture_on_many_gpus_pass_the_dry_run(
     best, *_ = best_plans(problem, request)
     overlay.write_text(yaml.safe_dump(overlay_of(best, problem)))
     out = StringIO()
-    dry_run(load_config(path, [*changes, str(overlay)]), Console(file=out, width=160))
+    dry_run(load_config(path, [*changes, str(overlay)]), Console(file=out, width=400))
     assert re.search(r"parameters, [\d.]+[MB] active", out.getvalue())

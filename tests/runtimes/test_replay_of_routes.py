@@ -62,9 +62,10 @@ def test_updates_of_a_batch_keep_the_experts_of_its_recomputed_log_probs(worksho
 
 
 def test_an_engine_of_half_precision_is_followed_where_it_routes_otherwise(workshop: Workshop) -> None:
-    gaps, balance = {}, {"trainer": {"balance": {"routing_gap": True}}}
+    gaps = {}
     for replay in ("none", "inference"):
         own = {"algorithm": {"replay": replay}, "dtype": "float32", "rollout": {"dtype": "bfloat16"}}
+        balance = {"trainer": {"balance": {"routing_gap": replay == "inference"}}}
         run = workshop.run(f"half-{replay}", **merged(merged(SECTIONS, own), balance))
         changed = {name: value for name, value in read_metrics(run)[0].items() if "routes_changed" in name}
         assert len(changed) == (2 if replay == "inference" else 0)
@@ -98,6 +99,7 @@ def test_suspended_rows_train_on_their_routes_under_streaming(workshop: Workshop
         ({"rollout": {"engine": "vllm"}}, "rollout.reproducible=true"),
         ({"rollout": {"engine": "vllm", "reproducible": True, "pipeline": 2}}, "rollout.pipeline=1"),
         ({"algorithm": {"replay": "training", "old": "rollout"}}, "write old=recompute"),
+        ({"algorithm": {"replay": "none"}, "trainer": {"balance": {"routing_gap": True}}}, "algorithm.old=recompute"),
         ({"trainer": {"balance": {"z": 0.1}, "lora": {"targets": ["q_proj"]}}}, "remove trainer.balance"),
     ],
 )

@@ -113,5 +113,6 @@ def test_a_configurations_dropout_is_switched_off_and_reported(
     save_model(tmp_path, CONFIGS["llama"])
     settings = json.loads((tmp_path / "config.json").read_text()) | {"attention_dropout": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert load_decoder(tmp_path).config.attention_dropout == 0.0
-    assert "trains without attention_dropout" in caplog.text
+    for _ in range(2):
+        assert load_decoder(tmp_path).config.attention_dropout == 0.0
+    assert caplog.text.count("trains without attention_dropout") == 1

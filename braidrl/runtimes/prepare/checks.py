@@ -130,6 +130,11 @@ def check_balance(config: Config, flow: Flow) -> None:
     """Raise UserError if `trainer.balance` applies to a role without routers that it can balance."""
     if config.trainer.balance is None:
         return
+    if config.trainer.balance.routing_gap and all(stage.params.get("replay") != "inference" for stage in flow.stages):
+        raise UserError(
+            "trainer.balance.routing_gap compares log-probs with and without the engine's routes, and no stage "
+            "replays these; write algorithm.replay=inference and algorithm.old=recompute, or remove routing_gap"
+        )
     for role in sorted(set(flow.trained_roles) - set(flow.scalar_roles)):
         role_config = settings_of(role, config)
         if not experts_in(read_model_config(role_config.model.expanduser())):
