@@ -18,7 +18,7 @@ def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class PlainKernels:
-    """What `CudaKernels` computes."""
+    """Computes what `CudaKernels` does by operations of torch."""
 
     def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         if update is not None:

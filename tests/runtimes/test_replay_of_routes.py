@@ -16,6 +16,7 @@ from braidrl.runtimes.prepare.setup import prepare
 from tests.invariants.traces import merged
 from tests.runtimes.turns import PLAYED
 from tests.tiny import SIZES, TOKENIZER, Workshop, metrics_agree, recorded, sums, write_jsonl
+from tests.training.decoders.families import write_family
 
 SECTIONS: dict[str, Any] = {
     "dtype": "float64",
@@ -100,6 +101,7 @@ def test_suspended_rows_train_on_their_routes_under_streaming(workshop: Workshop
         ({"rollout": {"engine": "vllm", "reproducible": True, "pipeline": 2}}, "rollout.pipeline=1"),
         ({"algorithm": {"replay": "training", "old": "rollout"}}, "write old=recompute"),
         ({"algorithm": {"replay": "none"}, "trainer": {"balance": {"routing_gap": True}}}, "algorithm.old=recompute"),
+        ({"trainer": {"balance": {"bias": 0.1}}}, "no selection bias; write trainer.balance.auxiliary"),
         ({"trainer": {"balance": {"z": 0.1}, "lora": {"targets": ["q_proj"]}}}, "remove trainer.balance"),
     ],
 )
@@ -109,3 +111,13 @@ def test_what_cannot_replay_is_refused_before_a_model_loads(
     with pytest.raises(UserError, match=message) as caught:
         prepare(workshop.config("refused", **merged(SECTIONS, own)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("own", [{"algorithm": {"replay": "training"}}, {"trainer": {"balance": {"z": 0.1}}}])
+def test_routers_that_cannot_be_followed_are_refused_before_a_model_loads(
+    workshop: Workshop, tmp_path: Path, own: dict[str, Any]
+) -> None:
+    model = write_family(tmp_path / "model", "phimoe")
+    off = {"algorithm": {"replay": "none"}}
+    with pytest.raises(UserError, match=r"no routers of experts that Braid can follow; remove `replay` and"):
+        prepare(workshop.config("refused", **merged(merged(SECTIONS, off), own), model=str(model)))

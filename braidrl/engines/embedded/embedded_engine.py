@@ -49,7 +49,7 @@ from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of
 from braidrl.training.decoders.images import ModelImages
 from braidrl.training.decoders.routing import Routing, routed, routes_dtype, use_routing
-from braidrl.training.memory.footprint import cache_bytes
+from braidrl.training.memory.footprint import cache_bytes, cached_elements
 from braidrl.training.parallel.pipeline import local_layers
 from braidrl.weights.boxes import Slices
 from braidrl.weights.collective import TransferError
@@ -152,7 +152,8 @@ class EmbeddedEngine(SteppingEngine):
     def memory(self) -> EngineMemory | None:
         model = self.model
         layers, of_all = len(local_layers(model)), len(body_of(model).layers)
-        every = cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
+        elements = cached_elements(model.config)
+        every = cache_bytes(elements, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
         packed_bytes = 0 if self._native is None else self._native.packed_bytes
         return EngineMemory(model, every * layers // of_all + packed_bytes)
 

@@ -19,6 +19,7 @@ from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, residen
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
+    cache_bytes,
     model_shape,
     resident_bytes,
     working_bytes,
@@ -109,7 +110,9 @@ def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
         engine = use.engine
         if engine.own_weights:
             resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
-        resident[CACHE] = engine.shape.cache_bytes(engine.slots, engine.tokens) // engine.divisor
+        cached = engine.shape.cached_elements
+        cache = cache_bytes(cached, engine.shape.element_bytes, engine.slots, engine.tokens)
+        resident[CACHE] = cache // engine.divisor
         panels = engine.shape.parameters * torch.float32.itemsize // engine.divisor
         if engine.packs and panels <= PACKED:
             resident[PANELS] = panels

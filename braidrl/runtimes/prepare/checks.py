@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import torch
+from transformers import PreTrainedModel
 
 from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.config import Config, PlacementConfig, StreamingConfig
@@ -15,13 +16,16 @@ from braidrl.flow.signatures import columns_of
 from braidrl.runtimes.prepare.names import user_code
 from braidrl.sandbox.walls import walls_missing
 from braidrl.training.acceptance import HALF, check_accepted
+from braidrl.training.balance import RouterBalance
+from braidrl.training.decoders.body import use_plan
 from braidrl.training.decoders.proof import proven_plan
-from braidrl.training.decoders.routing import experts_in
+from braidrl.training.decoders.routing import experts_in, use_routing
 from braidrl.training.lora import import_optional
-from braidrl.training.memory.footprint import model_shape
+from braidrl.training.memory.footprint import model_shape, on_meta
 from braidrl.training.names import BACKENDS, supported
+from braidrl.training.parallel.layouts import DataParallel
 from braidrl.training.pretrained import read_model_config
-from braidrl.training.role_settings import inference_layouts, settings_of, sharing_base
+from braidrl.training.role_settings import RoleSettings, inference_layouts, settings_of, sharing_base
 
 
 def without_effect(config: Config) -> list[str]:
@@ -124,6 +128,7 @@ def check_replay(config: Config, flow: Flow) -> None:
             raise UserError(f"replay: the model of {role} has no experts; remove `replay`")
         if role_config.backend != "torch":
             raise UserError(f"replay: the backend {role_config.backend} of {role} replays no routes; write replay=none")
+        use_routing(without_weights(role_config))
 
 
 def check_balance(config: Config, flow: Flow) -> None:
@@ -143,6 +148,17 @@ def check_balance(config: Config, flow: Flow) -> None:
             raise UserError(
                 f"trainer.balance: adapters of {role} leave its routers as they are; remove trainer.balance"
             )
+        if role_config.backend == "torch":
+            RouterBalance(without_weights(role_config), config.trainer.balance, DataParallel())
+
+
+def without_weights(role_config: RoleSettings) -> PreTrainedModel:
+    """Return a role's model on the meta device, prepared for its forward plan."""
+    path = role_config.model.expanduser()
+    model_config = read_model_config(path)
+    model = on_meta(model_config, role_config.dtype)
+    use_plan(model, proven_plan(model_config, path))
+    return model
 
 
 def check_backends(config: Config, flow: Flow) -> None:

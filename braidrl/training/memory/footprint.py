@@ -139,10 +139,6 @@ class Shape:
     def cached_elements(self) -> tuple[int, int]:
         return cached_elements(self.config)
 
-    def cache_bytes(self, slots: int, tokens: int) -> int:
-        """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens."""
-        return rows_bytes(self.cached_elements, self.element_bytes, slots, tokens)
-
 
 MEASURED: dict[tuple[str, torch.dtype, bool, str], Shape] = {}
 """This process's cache: checks, plans and dry runs ask repeatedly; a large model with adapters takes half a second."""
@@ -317,19 +313,16 @@ def parameters_outside_layers(shape: Shape, layout: ParallelLayout) -> int:
     return both if both < 2 * embedding else both - embedding
 
 
-def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
-    """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens."""
-    return rows_bytes(cached_elements(config), element_bytes, slots, tokens)
-
-
-def rows_bytes(elements: tuple[int, int], element_bytes: int, slots: int, tokens: int) -> int:
-    """Return the bytes of `slots` rows of `tokens` tokens, of which each token and each row has `elements`."""
+def cache_bytes(elements: tuple[int, int], element_bytes: int, slots: int, tokens: int) -> int:
+    """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens; `elements` are their
+    numbers for each token and for each row, from `cached_elements`.
+    """
     per_token, per_row = elements
     return element_bytes * slots * (per_token * tokens + per_row)
 
 
 def cached_elements(config: Any) -> tuple[int, int]:
-    """Return the elements that an engine caches for each token and for each row."""
+    """Return how many numbers an engine caches for each token, and for each row beside these."""
     key = config.to_json_string(use_diff=False)
     if key not in CACHED:
         plan, sizes = proven_plan(config, ""), ModelSizes.of(config)

@@ -81,7 +81,8 @@ def test_the_cache_is_counted_as_it_is_reserved(tiny_models: dict[str, Path]) ->
     cache.reserve(64)
     for number in range(shape.config.num_hidden_layers):
         cache.layer(number, shape.config.num_key_value_heads, (shape.config.head_dim, shape.config.head_dim))
-    assert cache_bytes(shape.config, 4, 16, 64) == sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors())
+    counted = cache_bytes(shape.cached_elements, 4, 16, 64)
+    assert counted == sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors())
 
 
 def test_no_weights_are_needed_but_a_configuration_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:
