@@ -35,9 +35,10 @@ def step_case(name: str, data: Path, lengths: list[int]) -> Comparison:
         "data": str(data),
         "prompt_tokens": PROMPT,
         "dtype": "float32",
+        "settings": {"trainer": {"share_prompts": True}},
     }
     sides = [Side(name, f"grpo_{name}", case) for name in ("braid", "trl")]
-    title = f"GRPO step, mixture of 8 experts with 2 active, 4 layers x 256, {name}"
+    title = f"GRPO step, mixture of 8 experts with 2 active, 4 layers x 256, prompts shared by Braid, {name}"
     return Comparison(title, sides, goals=[("braid", "trl", 2.0)])
 
 

@@ -181,8 +181,8 @@ class TrainerConfig(Section):
     it.
     """
     share_prompts: bool = False
-    """Compute a group's prompt once for all its rows if this saves a quarter of the tokens; results are the same up to
-    rounding.
+    """Compute a group's prompt once for all its rows if this saves a quarter of the tokens, or a twentieth where
+    attention is compiled (`compile`, on a CPU); results are the same up to rounding.
     """
     compile: bool = True
     """On a CPU: compiled C kernels for norms, gated activations and rotary embeddings (compiled once, in about a

@@ -46,7 +46,7 @@ WIDE = "-mprefer-vector-width=512"
 PROCESSOR = Path("/proc/cpuinfo")
 FACTS = ("vendor_id", "cpu family", "model name", "flags")
 SIGNATURES: dict[str, dict[str, list[Any]]] = {
-    "attention": {"attention": [INT, *[POINTER] * 9, *[LONG] * 6, FLOAT, INT]},
+    "attention": {"attention": [INT, *[POINTER] * 10, *[LONG] * 6, FLOAT, INT]},
     "chunks": {
         "statistics": [None, *[POINTER] * 2, FLOAT, *[POINTER] * 3, *[LONG] * 2, INT],
         "gradient": [None, *[POINTER] * 2, FLOAT, *[POINTER] * 4, *[LONG] * 2, INT],

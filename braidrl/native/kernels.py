@@ -22,42 +22,67 @@ at 2,048.
 
 
 def attend_short(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scaling: float,
+    window: int | None,
+    families: Tensor | None = None,
 ) -> Tensor | None:
     """Compute causal attention of (N, H, D) to (N, K, D) within the sequences at `offsets` (S + 1,) int32; returns (N,
     H, D). Differentiable. Returns None for tensors, or sequences of up to `longest` tokens, that the kernel does not
     support.
+
+    `families` (F + 1,) int32 are the numbers of sequences that are prompts, and S: the sequences up to the next prompt
+    continue it. They have the same bits as if each had a copy of the prompt before it; `longest` counts it.
     """
     dtype, states = query.dtype, (query, key, value)
     if longest > LONGEST or dtype not in DTYPES or not in_memory(*states) or library("attention", dtype) is None:
         return None
     if any(tensor.dtype != dtype or tensor.stride(-1) != 1 for tensor in states):
         return None
-    return _Attention.apply(query, key, value, offsets, longest, scaling, window or 0)
+    return _Attention.apply(query, key, value, offsets, families, longest, scaling, window or 0)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float, window: int
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        offsets: Tensor,
+        families: Tensor | None,
+        longest: int,
+        scaling: float,
+        window: int,
     ) -> Tensor:
         out = query.new_empty(query.shape)
-        ctx.save_for_backward(query, key, value, offsets)
+        ctx.save_for_backward(query, key, value, offsets, families)
         ctx.numbers = longest, scaling, window
-        _attend([query, key, value, None, out, None, None], offsets, *ctx.numbers)
+        _attend([query, key, value, None, out, None, None], offsets, families, *ctx.numbers)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, offsets = ctx.saved_tensors
+        query, key, value, offsets, families = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         # Gradients have the layouts of their inputs.
         gradients = [torch.empty_like(states) for states in (query, key, value)]
-        _attend([query, key, value, grad, *gradients], offsets, *ctx.numbers)
-        return *gradients, None, None, None, None
+        _attend([query, key, value, grad, *gradients], offsets, families, *ctx.numbers)
+        return *gradients, None, None, None, None, None
 
 
-def _attend(states: Sequence[Tensor | None], offsets: Tensor, longest: int, scaling: float, window: int) -> None:
+def _attend(
+    states: Sequence[Tensor | None],
+    offsets: Tensor,
+    families: Tensor | None,
+    longest: int,
+    scaling: float,
+    window: int,
+) -> None:
     """Fill the output, or the three gradients. Raises MemoryError."""
     query, key = states[0], states[1]
     assert query is not None and key is not None
@@ -66,8 +91,9 @@ def _attend(states: Sequence[Tensor | None], offsets: Tensor, longest: int, scal
     done = library("attention", query.dtype).attention(
         *addresses,
         address(offsets, torch.int32),
+        None if families is None else address(families, torch.int32),
         (LONG * len(strides))(*strides),
-        len(offsets) - 1,
+        len(offsets if families is None else families) - 1,
         query.shape[1],
         key.shape[1],
         query.shape[2],

@@ -92,6 +92,43 @@ def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
         start += length
 
 
+FAMILIES = [[16, 30, 1, 77], [40], [7, 12, 13], [64, 5]]
+"""Tokens of the prompt and of each response that continues it."""
+
+
+def with_copies_of_prompts() -> tuple[Tensor, list[int]]:
+    """Return the shared tokens, (N,), in the order in which each response follows a copy of its prompt; the lengths."""
+    chosen, lengths, start = [], list[int](), 0
+    for prompt, *responses in FAMILIES:
+        chosen.append(torch.arange(start, start + prompt))
+        lengths.append(prompt)
+        begin = start + prompt
+        for response in responses:
+            chosen += [torch.arange(start, start + prompt), torch.arange(begin, begin + response)]
+            lengths.append(prompt + response)
+            begin += response
+        start = begin
+    return torch.cat(chosen), lengths
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_responses_that_share_a_prompt_have_the_bits_of_those_with_copies(window: int | None) -> None:
+    tokens, lengths = with_copies_of_prompts()
+    states = states_of([length for family in FAMILIES for length in family], 4, 2, 32, torch.float32)
+    offsets = offsets_of([length for family in FAMILIES for length in family])
+    families = offsets_of([len(family) for family in FAMILIES])
+    shared = attend_short(*states, offsets, max(lengths), SCALING, window, families)
+    apart = attend_short(*(each[tokens] for each in states), offsets_of(lengths), max(lengths), SCALING, window)
+    assert torch.equal(shared[tokens], apart)
+    # Of a prompt's copies one has a gradient, since its outputs are read once.
+    first = torch.zeros(len(tokens), dtype=torch.bool)
+    first[[int((tokens == token).nonzero()[0]) for token in range(len(shared))]] = True
+    weights = torch.randn_like(shared)
+    expected = torch.autograd.grad(apart, states, weights[tokens] * first[:, None, None])
+    for mine, theirs in zip(torch.autograd.grad(shared, states, weights), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
 def test_the_number_of_threads_changes_no_bit() -> None:
     lengths, before = [40, 1, 77, 30], torch.get_num_threads()
     states = states_of(lengths, 4, 2, 32, torch.float32)

@@ -64,6 +64,11 @@ class Scores:
     sinks: Tensor | None = None
     """(H,): an extra score per head, which takes weight and contributes no value."""
 
+    @property
+    def plain(self) -> bool:
+        """Return True if the rule is softmax alone, within a window at most: what fused kernels compute."""
+        return self.chunk is None and self.softcap is None and self.sinks is None
+
     def visible(self, query: Tensor, key: Tensor, blocks: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return whether queries at positions (..., Q, 1) see keys at positions (..., 1, K): a bool mask.
 
@@ -202,8 +207,7 @@ class PackedSequences(AttentionContext):
         longest, out = max(self.lengths, default=0), value.shape[-1]
         # (1, heads, N, D) to (N, heads, D)
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        # Whether fused kernels support the rule.
-        plain = scores.chunk is None and scores.softcap is None and scores.sinks is None and self.blocks is None
+        plain = scores.plain and self.blocks is None
         if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             back, wide = -1 if scores.window is None else scores.window - 1, max(query.shape[-1], out)
             query, key, value = (pad(s, (0, wide - s.shape[-1])).contiguous() for s in (query, key, value))
@@ -221,8 +225,8 @@ class PackedSequences(AttentionContext):
             )
             assert isinstance(output, Tensor)
             return output[None, ..., :out]
-        if plain and longest and getattr(module, COMPILED, False):
-            compiled = attend_short(query, key, value, self.offsets, longest, scores.scaling, scores.window)
+        if self.blocks is None and longest:
+            compiled = attend_compiled(module, query, key, value, scores, self.offsets, longest)
             if compiled is not None:
                 return compiled[None]
         # Once per length, over the batch of sequences of that length.
@@ -386,6 +390,27 @@ class EqualRows(AttentionContext):
         """Attend with queries (S, H, L, D); returns (S, L, H, E)."""
         states = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         return attend_equal(states[0], states[1], states[2], scores, self.keep_scores).unflatten(0, self.shape)
+
+
+def attends_compiled(model: nn.Module) -> bool:
+    """Return True if a model's attention layers may use the compiled kernel."""
+    return any(getattr(module, COMPILED, False) for module in model.modules())
+
+
+def attend_compiled(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    offsets: Tensor,
+    longest: int,
+    families: Tensor | None = None,
+) -> Tensor | None:
+    """Attend by the compiled kernel, see `attend_short`; return None if it does not support the layer or its inputs."""
+    if not scores.plain or not getattr(module, COMPILED, False):
+        return None
+    return attend_short(query, key, value, offsets, longest, scores.scaling, scores.window, families)
 
 
 def attend_equal(

@@ -17,7 +17,7 @@ Shapes: N tokens packed, P of a prompt, R of its responses, H query heads, K key
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -28,12 +28,14 @@ from braidrl.data.packing import Preferred, plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.data.token_columns import of_all_tokens
 from braidrl.data.vision import IMAGE_TOKENS
+from braidrl.native.kernels import LONGEST
 from braidrl.training.compute.attention import (
     AttentionContext,
     Forward,
     PackedSequences,
     Scores,
     additive,
+    attend_compiled,
     attend_equal,
     attend_plainly,
 )
@@ -55,6 +57,8 @@ FILLER = 64
 """Length of padding sequences; attention over many short sequences costs less than over a long one."""
 LEAST_SAVED = 0.25
 """Least share of tokens that sharing prompts must save; below it, masked attention costs more than it saves."""
+LEAST_SAVED_COMPILED = 0.05
+"""The same where attention is the compiled kernel, which needs no mask."""
 
 
 @dataclass(frozen=True)
@@ -276,13 +280,14 @@ def families_of(rows: Rows, rope_lengths: RopeLengths = SAME) -> list[Family] | 
     ]
 
 
-def saves_enough(rows: Rows, rope_lengths: RopeLengths = SAME) -> bool:
-    """Return True if sharing prompts saves at least LEAST_SAVED of the tokens."""
+def saves_enough(rows: Rows, rope_lengths: RopeLengths = SAME, compiled: bool = False) -> bool:
+    """Return True if sharing prompts saves enough of the tokens, with `compiled` attention or under masks."""
     if not len(rows):
         return False
-    families = families_of(rows, rope_lengths)
+    families, lengths = families_of(rows, rope_lengths), rows["tokens"].lengths
     total = len(rows["tokens"].values)
-    return families is not None and total - sum(family.tokens for family in families) >= LEAST_SAVED * total
+    least = LEAST_SAVED_COMPILED if compiled and int(lengths.max()) <= LONGEST else LEAST_SAVED
+    return families is not None and total - sum(family.tokens for family in families) >= least * total
 
 
 def plan_shared(
@@ -335,11 +340,27 @@ class SharedPrompts(AttentionContext):
 
         Raises ValueError for another N.
         """
-        sizes = [size for family in self.families for size in (family.prompt, *map(sum, family.blocks))]
-        if query.shape[0] != 1 or query.shape[2] != sum(sizes):
-            raise ValueError(f"families of {sum(sizes)} tokens, but the input is {tuple(query.shape)}")
+        total = sum(family.tokens for family in self.families)
+        if query.shape[0] != 1 or query.shape[2] != total:
+            raise ValueError(f"families of {total} tokens, but the input is {tuple(query.shape)}")
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+        compiled = attend_compiled(module, query, key, value, scores, *self.sequences)
+        return (self._attend_in_blocks(query, key, value, scores) if compiled is None else compiled)[None]
+
+    @cached_property
+    def sequences(self) -> tuple[Tensor, int, Tensor]:
+        """Return where prompts and responses begin, the longest prompt with a response, and the numbers of prompts."""
+        lengths = [length for family in self.families for length in (family.prompt, *family.responses)]
+        members = [1 + len(family.responses) for family in self.families]
+        longest = max(family.prompt + max(family.responses, default=0) for family in self.families)
+        offsets, prompts = (torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (lengths, members))
+        return offsets, longest, prompts
+
+    def _attend_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend with queries (N, H, D) to keys and values (N, K, D), family by family; returns (N, H, D)."""
         # split, not slices: the backward of a split is one concatenation
-        queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
+        sizes = [size for family in self.families for size in (family.prompt, *map(sum, family.blocks))]
+        queries, keys, values = (states.split(sizes) for states in (query, key, value))
         outputs, part = [], 0
         for number, family in enumerate(self.families):
             prompt = part
@@ -360,7 +381,7 @@ class SharedPrompts(AttentionContext):
                     self._masks[mask_key] = visible.to(self.device)
                 outputs.append(_masked(queries[part], seen_keys, seen_values, self._masks[mask_key], scores))
             part += 1
-        return torch.cat(outputs)[None]
+        return torch.cat(outputs)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:

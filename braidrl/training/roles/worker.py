@@ -38,6 +38,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.training import lora
 from braidrl.training.backends import Advance, BackendSpec, ShardedBackend, TrainingBackend
 from braidrl.training.balance import RouterBalance, router_predictions
+from braidrl.training.compute.attention import attends_compiled
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import use_kernels
 from braidrl.training.compute.packed import HAS_ENTRIES, HIDDEN, Packed, pack, plan_shared, saves_enough
@@ -263,7 +264,7 @@ class RoleWorker(ShardedBackend):
             self.config.trainer.share_prompts
             and plan_of_model(self.model) == PACKED
             and not (self.vision is not None and self.vision.mutual)
-            and saves_enough(rows, self.rope_lengths)
+            and saves_enough(rows, self.rope_lengths, compiled=attends_compiled(self.model))
         )
 
     def micro_batches(

@@ -126,6 +126,9 @@ def test_a_row_over_the_limit_is_named() -> None:
 def test_it_pays_where_prompts_are_long_and_shared() -> None:
     assert saves_enough(rows_of([(20, [4, 4, 4, 4])]))
     assert not saves_enough(rows_of([(2, [20, 20, 20])]))
+    assert saves_enough(rows_of([(2, [20, 20, 20])]), compiled=True)
+    assert not saves_enough(rows_of([(1, [20, 20, 20])]), compiled=True)
+    assert not saves_enough(rows_of([(150, [1000, 1000, 1000])]), compiled=True), "attention is not compiled for these"
     assert not saves_enough(rows_of([(20, [4]), (20, [4])]))
     several = rows_of([(20, [4, 4])])
     halves = several.with_columns(
