@@ -8,10 +8,10 @@ copied: the store has a link to it.
 """
 
 import base64
-import binascii
 import hashlib
 import io
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -40,6 +40,12 @@ ADDRESSES = "addresses"
 """Folder of the store with a link to the image of each address."""
 KNOWN = 4096
 """Images of which a process remembers size, tokens and grid."""
+NAME_LENGTH, BASE64 = 100, re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
+"""A text longer than this, of these characters alone, is no path but an image in base64."""
+FORMS = ("image", "image_url", "bytes", "url", "path")
+"""Keys of an object that is an image, in the order of preference; `base64` is read too."""
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of message parts by which other libraries resize a single image."""
 
 
 class BrokenImage(ValueError):
@@ -161,13 +167,15 @@ def fetch(address: str) -> bytes:
 def content_of(image: Any, beside: Path, fetched: Callable[[str], bytes] | None = None) -> tuple[bytes, Path | None]:
     """Return an image's bytes, and its file if the image is a path; relative paths start at `beside`.
 
-    Forms: bytes, a path, a file: or data: URI, {bytes, path} of `datasets`, {url}, an image of Pillow, and an address
-    if there is `fetched`, which returns its bytes. Raises BrokenImage for anything else.
+    Forms: bytes, a path, a file: or data: URI, {bytes, path} of `datasets`, {url}, {base64}, an image of Pillow, and an
+    address if there is `fetched`, which returns its bytes. Raises BrokenImage for anything else.
     """
     if isinstance(image, Mapping):
-        inner = next((image[key] for key in ("bytes", "url", "path", "image") if image.get(key) is not None), None)
+        inner = next((image[key] for key in FORMS if image.get(key) is not None), None)
+        if inner is None and isinstance(encoded := image.get("base64"), str):
+            return _checked(from_base64(encoded)), None
         if inner is None:
-            raise BrokenImage(f"an image is {shown(dict(image))}, without `bytes` or `path`")
+            raise BrokenImage(f"an image is {shown(dict(image))}, without `bytes`, `path`, `url` or `base64`")
         return content_of(inner, beside, fetched)
     if isinstance(image, bytes | bytearray | memoryview):
         return _checked(bytes(image)), None
@@ -179,11 +187,7 @@ def content_of(image: Any, beside: Path, fetched: Callable[[str], bytes] | None 
         raise BrokenImage(f"an image is {shown(image)}; give a path, bytes or a data: URI")
     text = str(image)
     if text.startswith("data:"):
-        _, comma, encoded = text.partition(",")
-        try:
-            return _checked(base64.b64decode(encoded if comma else "", validate=True)), None
-        except binascii.Error as error:
-            raise BrokenImage(f"a data: URI of an image is no base64 ({error})") from None
+        return _checked(from_base64(text.partition(",")[2])), None
     scheme = urlsplit(text).scheme
     if scheme in WEB and fetched is not None:
         return fetched(text), None
@@ -204,7 +208,17 @@ def content_of(image: Any, beside: Path, fetched: Callable[[str], bytes] | None 
         if isinstance(error, BrokenImage):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise BrokenImage(f"the image {shown(str(path))} cannot be read: {reason}") from None
+        is_encoded = len(text) > NAME_LENGTH and BASE64.fullmatch(text)
+        remedy = "; write an image in base64 as `data:image/png;base64,...`" if is_encoded else ""
+        raise BrokenImage(f"the image {shown(str(path))} cannot be read: {reason}{remedy}") from None
+
+
+def from_base64(text: str) -> bytes:
+    """Decode base64, in lines or not. Raises BrokenImage for another text."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise BrokenImage(f"an image's text is no base64 ({error})") from None
 
 
 def _checked(content: bytes) -> bytes:
@@ -268,6 +282,8 @@ def as_rgb(image: Any) -> Any:
 
 IMAGE, MARK = "image", "<image>"
 """The type of a message's part that is an image, and its mark in text."""
+INDEX = "index"
+"""The key of a part that is the record's image of that number."""
 OTHER_MEDIA = ("video", "videos", "audio", "audios")
 """Fields and types of parts that are refused."""
 
@@ -320,9 +336,18 @@ def _kept_part(part: Any, images: ImageStore, beside: Path) -> Any:
     if kind in (*OTHER_MEDIA, "input_audio", "audio_url", "video_url"):
         raise BrokenImage(f"a message has a part of type {kind}, and videos and sounds are not supported; remove it")
     if kind not in (IMAGE, "image_url"):
+        if isinstance(part, Mapping) and (key := next((key for key in (IMAGE, "image_url") if part.get(key)), None)):
+            raise BrokenImage(f"a message has a part of type {kind} with {key!r}; write a part of type image for it")
         return part
-    image = next((part[key] for key in (IMAGE, "image_url", "url", "path", "bytes") if part.get(key) is not None), None)
-    return image_part(None if image is None else images.add(image, beside))
+    given = {key: value for key, value in part.items() if key not in ("type", "text", INDEX) and value is not None}
+    if sizes := [key for key in SIZES if key in given]:
+        raise BrokenImage(
+            f"a part of a message has {sizes[0]!r}, which is not read: data.images.min_pixels and "
+            "data.images.max_pixels hold for all images; remove it"
+        )
+    if given:
+        return image_part(images.add(given, beside))
+    return image_part() if part.get(INDEX) is None else {**image_part(), INDEX: part[INDEX]}
 
 
 def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -339,7 +364,9 @@ def with_images(messages: list[dict[str, Any]], names: Sequence[str]) -> list[di
         first["content"] = [*marks, *(content if isinstance(content, list) else [{"type": "text", "text": content}])]
     if len(marks) != len(names):
         raise BrokenImage(f"the messages have {len(marks)} marks of images, and the record has {len(names)} images")
-    for part, name in zip(marks, names, strict=True):
+    for number, (part, name) in enumerate(zip(marks, names, strict=True)):
+        if (index := part.pop(INDEX, number)) != number:
+            raise BrokenImage(f"image {number} of the messages has the index {index}; list images in their order there")
         part[IMAGE] = name
     for message, original in zip(split_messages, messages, strict=True):
         if "content" not in original:

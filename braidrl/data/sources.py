@@ -122,11 +122,10 @@ class Reading:
         self.notes: dict[str, int] = {}
         self.unread: dict[str, int] = {}
         answers = {source.answer_field.partition(".")[0], GROUND_TRUTH.partition(".")[0]}
-        image_columns = set() if vision is None else {source.images_field, IMAGE}
         form_columns = {
             getattr(source, name).partition(".")[0] for name in ("prompt_field", "tools_field", "template_field")
         }
-        self._read_columns = answers | image_columns | form_columns
+        self._read_columns = answers | form_columns
         with located(f"`template` of the source {source.path}"):
             template_arguments(source.template)
         self._digests: set[bytes] = set()
@@ -258,9 +257,7 @@ class Reading:
         """Return a record whose images are names in the store, and the names in the image field. Raises BrokenImage."""
         if self.vision is None:
             return record, []
-        images, beside = self.vision.store, self.source.path.parent
-        field = self.source.images_field
-        field = field if record.get(field) is not None or "images_field" in self._named else "image"
+        images, beside, field = self.vision.store, self.source.path.parent, self._image_field(record)
         for name in OTHER_MEDIA:
             if record.get(name):
                 raise BrokenImage(f"the field {name!r} is given, and videos and sounds are not supported; remove it")
@@ -269,6 +266,11 @@ class Reading:
         names = [images.add(image, beside) for image in values]
         stored = {name: kept_messages(value, images, beside) for name, value in record.items() if name != field}
         return ({**stored, field: names} if names else stored), names
+
+    def _image_field(self, record: Record) -> str:
+        """Return the field with a record's images."""
+        field = self.source.images_field
+        return field if record.get(field) is not None or "images_field" in self._named else IMAGE
 
     def _with_images(self, example: Example, images: list[str], line: int) -> Example:
         """Return the example with a record's images at their marks. Raises BrokenImage for another number of marks."""
@@ -336,7 +338,8 @@ class Reading:
         # Fields with other names are kept too: a verifier may use the data's own name.
         used = {*fields, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
         metadata = {name: value for name, value in record.items() if name not in used}
-        for name in metadata.keys() - self._read_columns - set(system):
+        image_field = set() if self.vision is None else {self._image_field(record)}
+        for name in metadata.keys() - self._read_columns - image_field - set(system):
             if metadata[name] not in (None, "", []):
                 self.unread.setdefault(name, line)
         answer = find(record, source.answer_field)

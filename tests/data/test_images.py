@@ -73,12 +73,38 @@ def test_an_image_has_one_name_in_every_form_that_data_sets_have(tmp_path: Path,
         {"prompt": "<image>where ?", "image": path},
         {"prompt": "<image>where ?", "images": [{"path": path, "bytes": None}]},
         {"prompt": "where ?", "images": [uri]},
+        {"prompt": "where ?", "images": ["data:image/png;base64," + base64.encodebytes(RED).decode()]},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "base64": uri.partition(",")[2]}, said]}]},
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": uri}, said]}]},
         {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}, said]}]},
         {"prompt": [{"role": "user", "content": [{"type": "image"}, said]}], "images": [f"file://{path}"]},
     ]
     result = names(write_jsonl(tmp_path / "forms.jsonl", records), vision)
     assert {tuple(each) for each in result} == {(ImageStore.of(ImagesConfig(folder=tmp_path)).add(RED, tmp_path),)}
+
+
+PARTS = {
+    "type text": {"type": "text", "text": "?", "image": as_uri(RED)},
+    "max_pixels": {"type": "image", "image": as_uri(RED), "max_pixels": 784},
+    "source": {"type": "image", "source": {"type": "base64", "data": "iVBO"}},
+    "index 1": {"type": "image", "index": 1, "text": None},
+}
+
+
+@pytest.mark.parametrize("key", PARTS)
+def test_what_a_part_of_a_message_has_is_read_or_named(key: str, tmp_path: Path, vision: Vision) -> None:
+    records = [{"prompt": [{"role": "user", "content": [PARTS[key], {"type": "text", "text": "?"}]}]}]
+    records[0] |= {"images": [as_uri(BLUE)]} if key in ("source", "index 1") else {}
+    with pytest.raises(UserError, match=key):
+        names(write_jsonl(tmp_path / "parts.jsonl", records), vision)
+
+
+def test_a_field_image_beside_the_images_is_named_as_unread(tmp_path: Path, vision: Vision) -> None:
+    both = {"prompt": "<image>?", "images": [as_uri(RED)], "image": as_uri(BLUE)}
+    one = {"prompt": "<image>?", "image": as_uri(BLUE)}
+    for record, unread in ((both, {"image": 1}), (one, {})):
+        reading = Reading(SourceConfig(path=write_jsonl(tmp_path / "both.jsonl", [record])), vision=vision)
+        assert len(list(reading)) == 1 and reading.unread == unread
 
 
 def test_parquet_with_undecoded_images_of_datasets_is_read_as_bytes(tmp_path: Path, vision: Vision) -> None:
@@ -241,6 +267,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "zero size": (lambda: as_uri(png_header(0, 0)), "PNG"),
     "no bytes": (lambda: as_uri(b""), "bytes"),
     "missing file": (lambda: "nowhere.png", "nowhere.png"),
+    "base64 without data:": (lambda: base64.b64encode(saved(Image.new("RGB", (9, 9)), "BMP")).decode(), "as `data:"),
     "base64 garbage": (lambda: "data:image/png;base64,@@@@", "base64"),
     "PDF": (lambda: as_uri(b"%PDF-1.7\n1 0 obj"), "PNG"),
     "address": (lambda: "https://example.org/a.png", "download"),
