@@ -52,6 +52,10 @@ class BrokenImage(ValueError):
     """The reason why an image cannot be used, in one line."""
 
 
+class NotFetched(BrokenImage):
+    """An image is an address, and addresses are not fetched."""
+
+
 @dataclass(frozen=True)
 class ImageStore:
     """A folder of images, each under the hash of its content."""
@@ -192,10 +196,8 @@ def content_of(image: Any, beside: Path, fetched: Callable[[str], bytes] | None 
     if scheme in WEB and fetched is not None:
         return fetched(text), None
     if scheme in (*WEB, "ftp", "s3", "gs"):
-        remedy = "write data.images.fetch=true, or " if scheme in WEB else ""
-        raise BrokenImage(
-            f"an image is the address {shown(text)}, which is not fetched; {remedy}download it and give its path"
-        )
+        reason = f"an image is the address {shown(text)}, which is not fetched; download it and give its path"
+        raise NotFetched(reason) if scheme in WEB else BrokenImage(reason)
     path = Path(unquote(urlsplit(text).path) if scheme == "file" else text).expanduser()
     path = (path if path.is_absolute() else beside / path).absolute()
     try:

@@ -30,6 +30,7 @@ from braidrl.data.images import (
     MARK,
     OTHER_MEDIA,
     BrokenImage,
+    NotFetched,
     has_marks,
     image_parts,
     kept_messages,
@@ -212,8 +213,10 @@ class Reading:
         except BrokenImage as error:
             if self.vision is not None and self.vision.skips_broken:
                 raise LeftOut("an image of it is broken") from None
+            fetch = "data.images.fetch=true to fetch it, or " if isinstance(error, NotFetched) else ""
             raise UserError(
-                f"{place(self.source.path, line)}: {error}; or write data.images.broken=skip to leave such records out"
+                f"{place(self.source.path, line)}: {error}; or write {fetch}data.images.broken=skip to leave such "
+                "records out"
             ) from None
         if self.source.unique or self.source.convert in UNIQUE:
             digest = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()

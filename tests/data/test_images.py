@@ -169,8 +169,11 @@ def test_an_address_is_fetched_once_and_only_if_asked(tmp_path: Path, vision: Vi
         {"prompt": [{"role": "user", "content": [part, {"type": "text", "text": "where ?"}]}]},
     ]
     path = write_jsonl(tmp_path / "addresses.jsonl", records)
-    with pytest.raises(UserError, match=r"is not fetched; write data\.images\.fetch=true"):
+    with pytest.raises(UserError, match=r"is not fetched.* or write data\.images\.fetch=true"):
         names(path, vision)
+    # The store of environments, to which the setting does not apply.
+    with pytest.raises(BrokenImage, match=r"is not fetched; download it and give its path$"):
+        vision.store.add(f"{site}/red.png", tmp_path)
     assert not Site.asked
     fetching = replace(vision, store=replace(vision.store, fetches=True))
     for _ in range(2):
