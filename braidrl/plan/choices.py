@@ -30,6 +30,7 @@ from braidrl.runtimes.memory.budget import (
     assets,
     at_once,
     engine_use,
+    kept_images,
     role_memory,
     taking_turns,
 )
@@ -251,6 +252,7 @@ class Choices:
         kind = self.problem.cluster.kinds[group.kind]
         room = int(kind.memory * USABLE)
         resident, working = all_resident(roles, group, devices), max(choice.working for choice in roles.values())
+        working += kept_images(choice.resident for choice in roles.values())
         if resident.memory <= room:
             return resident
         if max(largest_stage(choice.resident) for choice in roles.values()) + working > room:
@@ -305,7 +307,7 @@ def in_turns(problem: Problem, choice_of_set: SetChoice, budget: int) -> SetChoi
         name = next(iter(moved)) if step == PUBLISH else step
         if name in moved and size:
             moved[name] = moved[name].plus(Cost(moves=size / host))
-    working = max(choice.working for choice in roles.values())
+    working = max(choice.working for choice in roles.values()) + kept_images(resident.values())
     return replace(choice_of_set, costs=moved, memory=plan.most + working, budget=budget)
 
 

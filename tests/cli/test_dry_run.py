@@ -376,4 +376,13 @@ def test_the_geometry_example_passes_its_dry_run_on_a_local_folder_in_the_hubs_f
     )
     ((_, footprints),) = dry_run(config, Console(file=StringIO()))
     (actor,) = (one for one in footprints if one.use.role == "actor")
-    assert actor.shape.tower > 0 and actor.working[IMAGES] == config.data.images.kept_mib * 2**20
+    kept = config.data.images.kept_mib * 2**20
+    assert actor.shape.tower > 0 and actor.resident[IMAGES] == kept
+    assert peak(footprints) > len(footprints) * kept == 2 * kept, "images stay while other roles work"
+    # An engine with merged weights encodes images itself, and keeps them.
+    changes |= {"trainer.lora": "{}", "algorithm.kl_coef": 0}
+    config = load_config(
+        ROOT / "examples" / "vision" / "geometry3k.yaml", [f"{name}={value}" for name, value in changes.items()]
+    )
+    ((_, (adapted, *_)),) = dry_run(config, Console(file=StringIO()))
+    assert adapted.resident[IMAGES] == 2 * kept

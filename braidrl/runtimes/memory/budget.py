@@ -4,7 +4,7 @@ plan`.
 configuration or candidate ──▶ RoleDeployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +60,8 @@ class EngineUse:
     own_weights: bool = False
     packs: bool = False
     """It decodes by compiled products, which read packed weights."""
+    encodes: bool = False
+    """It has a vision tower of its own weights, and keeps what that encodes, as its role does."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
         panels = engine.shape.parameters * torch.float32.itemsize // engine.divisor
         if engine.packs and panels <= PACKED:
             resident[PANELS] = panels
+    if use.images:
+        resident[IMAGES] = use.images * (2 if use.engine and use.engine.encodes and use.engine.own_weights else 1)
     uses = [use] if use.computes else []
     if use.computes and use.inference is not None:
         uses.append(replace(use, shape=use.plain, layout=use.inference, trained=False, inference=None))
@@ -130,7 +134,7 @@ def role_memory(use: RoleDeployment) -> tuple[dict[str, int], dict[str, int]]:
             role_use.shape, role_use.layout, role_use.tokens, role_use.trained, saved, role_use.scalar
         )
         working = {part: max(working.get(part, 0), needed.get(part, 0)) for part in {**working, **needed}}
-    return resident, {**working, **({IMAGES: use.images} if use.images else {})}
+    return resident, working
 
 
 def footprint(use: RoleUse, deployment: Deployment, devices: int) -> Footprint:
@@ -206,17 +210,23 @@ def engine_use(
     own_weights = not shares or (merges_adapters(lora, config) and not rollout.shared_base)
     on_cpu = rollout.engine == "embedded" and rollout.compile and choose_device(config.device).type == "cpu"
     packs = on_cpu and decoder.dtype == torch.float32 and (lora is None or own_weights)
-    return EngineUse(decoder, slots, config.max_sequence_tokens, divisor, own_weights, packs)
+    encodes = rollout.engine == "embedded" and not settings_of(role, config).trains_vision
+    return EngineUse(decoder, slots, config.max_sequence_tokens, divisor, own_weights, packs, encodes)
 
 
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
     """Return the peak bytes of one device: the resident ones, plus the largest working bytes of a role.
 
     Roles take turns, and engines sleep while others work: keys and values exist while their role generates, and not
-    while one infers or trains. `resident` gives the resident bytes if assets are offloaded.
+    while one infers or trains. `resident` gives the bytes of the resident assets if assets are offloaded.
     """
-    working = max(sum(f.working.values()) for f in footprints)
-    return resident + working if resident is not None else at_once([f.resident for f in footprints], working)
+    working, parts = max(sum(f.working.values()) for f in footprints), [f.resident for f in footprints]
+    return at_once(parts, working) if resident is None else resident + working + kept_images(parts)
+
+
+def kept_images(resident: Iterable[Mapping[str, int]]) -> int:
+    """Return the bytes of encoded images that roles keep. They are not offloaded."""
+    return sum(parts.get(IMAGES, 0) for parts in resident)
 
 
 def at_once(resident: Sequence[Mapping[str, int]], working: int) -> int:
@@ -230,6 +240,8 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
     """Return a role's bytes by asset, the unit that moves between device and host."""
     sizes: dict[Asset, int] = {}
     for name, size in resident.items():
+        if name == IMAGES:
+            continue
         asset = Asset(role, PART_OF.get(name, "optimizer"))  # type: ignore[arg-type]
         sizes[asset] = sizes.get(asset, 0) + size
     return sizes
