@@ -56,14 +56,14 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
         "add_norm": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],
         "gated": [None, *[POINTER] * 2, *[LONG] * 2, INT],
         "attend": [INT, *[POINTER] * 3, FLOAT, *[POINTER] * 7, *[LONG] * 4, FLOAT, INT],
-        "keep": [None, *[POINTER] * 14, *[LONG] * 3],
-        "draw": [None, *[POINTER] * 7, *[LONG] * 2, INT],
+        "keep": [None, *[POINTER] * 16, *[LONG] * 3],
+        "draw": [None, *[POINTER] * 8, *[LONG] * 2, INT],
     },
     "drafts": {
         "open_book": [POINTER],
         "close_book": [None, POINTER],
-        "read_text": [INT, *[POINTER] * 4, *[LONG] * 2],
-        "draft": [INT, *[POINTER] * 10, *[LONG] * 3, FLOAT],
+        "read_text": [INT, *[POINTER] * 5, *[LONG] * 2],
+        "draft": [INT, *[POINTER] * 12, *[LONG] * 3, FLOAT],
     },
     "layers": {
         "norm_forward": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],

@@ -168,9 +168,10 @@ int attend(const number *projected, const number *query_weight, const number *ke
 
 /* Appends to each row's response what it has drawn: tokens starts[r] .. starts[r + 1] of a pass are its last token and guesses of
    the next ones, and `drawn` is what it draws behind each. What it draws behind a wrong guess, or after its end, does not count.
-   `kept` marks the tokens that count, `ended` the rows that reached a stop token or their limit. */
+   `kept` marks the tokens that count, `ended` the rows that reached a stop token or their limit. `draws` are those of `draw`, kept in
+   `kept_draws`, or NULL. */
 void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, const int64_t *drawn, const float *log_probs,
-          int64_t *tokens, float *kept_log_probs, int64_t *current, int64_t *position, int64_t *counts, const int64_t *limits,
+          const float *draws, int64_t *tokens, float *kept_log_probs, float *kept_draws, int64_t *current, int64_t *position, int64_t *counts, const int64_t *limits,
           const int64_t *stops, uint8_t *kept, uint8_t *ended, int64_t rows, int64_t room, int64_t stop_room) {
     for (int64_t r = 0; r < rows; r++) {
         int64_t slot = slots[r];
@@ -179,6 +180,7 @@ void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, cons
             kept[i] = 1;
             tokens[slot * room + counts[slot]] = current[slot] = drawn[i];
             kept_log_probs[slot * room + counts[slot]] = log_probs[i];
+            for (int64_t n = 0; draws && n < 3; n++) kept_draws[3 * (slot * room + counts[slot]) + n] = draws[3 * i + n];
             position[slot]++;
             ended[r] = ++counts[slot] >= limits[slot];
             for (int64_t s = 0; s < stop_room; s++) ended[r] |= stops[slot * stop_room + s] == drawn[i];
@@ -189,9 +191,10 @@ void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, cons
 #define BLOCK 128
 
 /* Draws a token for each row by the inverse of the running sum of exp((logit - largest) / temperature), in blocks; `sums` has
-   room for every row's blocks. A greedy row takes the likeliest. log_probs are at the row's temperature. */
+   room for every row's blocks. A greedy row takes the likeliest. log_probs are at the row's temperature. `draws` are (rows, 3): the
+   part of [0, 1) of numbers that draw the token, from and to, and the number that did. */
 void draw(const number *logits, const double *temperatures, const uint8_t *greedy, const double *uniforms, int64_t *tokens, float *log_probs,
-          double *sums, int64_t rows, int64_t vocabulary, int threads) {
+          float *draws, double *sums, int64_t rows, int64_t vocabulary, int threads) {
     int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(threads_for(rows * vocabulary, threads)) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
@@ -214,23 +217,25 @@ void draw(const number *logits, const double *temperatures, const uint8_t *greed
             total += part;
         }
         int64_t token = -1;
+        double before = 0, last = total; /* the sums up to the token, without it and with it */
         if (!greedy[r]) {
-            double target = uniforms[r] * total, before = 0;
+            double target = uniforms[r] * total;
             int64_t b = 0;
             while (b + 1 < blocks && before + sum[b] <= target) before += sum[b++];
             int64_t end = (b + 1) * BLOCK < vocabulary ? (b + 1) * BLOCK : vocabulary;
             /* the last token with a weight, where rounding lets the target pass the block's end */
             for (int64_t i = b * BLOCK; i < end; i++) {
                 float weight = exponential((load(x[i]) - largest) * inverse);
-                if (weight > 0) token = i;
+                if (weight > 0) token = i, last = before + weight;
+                if (weight > 0 && last > target) break;
                 before += weight;
-                if (weight > 0 && before > target) break;
             }
         }
         for (int64_t i = 0; token < 0 && i < vocabulary; i++)
             if (load(x[i]) == largest) token = i;
         if (token < 0) token = 0; /* nothing but NaN, which the log-prob shows */
         tokens[r] = token;
+        draws[3 * r] = (float)(before / total), draws[3 * r + 1] = (float)(last / total), draws[3 * r + 2] = (float)uniforms[r];
         log_probs[r] = (load(x[token]) - largest) * inverse - (float)log(total);
     }
 }

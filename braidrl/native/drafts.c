@@ -1,10 +1,15 @@
 /* Guesses of a row's next tokens from texts that are likely to repeat: what followed the same words before.
 
-   A book holds one prompt's texts. For each context of 16, 8, 4, 2 and 1 tokens it has a node with the token that has followed it
-   most, by a majority vote: an equal token adds a vote, another one removes one, and at none the newcomer takes over.
+   A row draws its token by a random number u in [0, 1) that is known beforehand: the token whose part of [0, 1), as long as its
+   probability, holds u. Where the same words stood before, the parts of the tokens that were drawn there are known as well, so
+   that u says which of them comes next, or that none does.
 
-   How often such a token comes next is measured in cells, by the context's length, the share of votes and the number of
-   occurrences. A cell is two floats: tokens that were right, and all. The guess is the token of the most reliable cell. */
+   A book holds one prompt's texts. For each context of 16, 8, 4, 2 and 1 tokens it has a node for each token that has followed it,
+   with the token's part when it was drawn last, and how often it came.
+
+   How often a guess is right is measured in cells: by the context's length, by how far u is from the ends of a known part, or
+   without parts by the token's share of all that came, and by how many came. A cell is two floats: tokens that were right, and all.
+   The guess is the token of the most reliable cell. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,19 +17,30 @@
 #define ORDERS 5
 #define DEPTH 16 /* tokens of the longest context */
 #define SHARES 8
+#define INSIDE 4
+#define OUTSIDE 3
 #define COUNTS 4
+#define TOKENS 8     /* that are kept of a context */
 #define KEPT 4096.0f /* tokens after which a cell's numbers are halved, so that the latest count most */
 static const int LENGTHS[ORDERS] = {1, 2, 4, 8, 16};
+static const float NEAR[INSIDE - 1] = {0.003f, 0.01f, 0.03f}; /* distances of u from the ends of a part */
 
+/* `low` to `high` is the token's part of [0, 1); empty if it is not known. */
 typedef struct {
     uint64_t key;
-    int32_t token, votes, total, unused;
+    int32_t token, count;
+    float low, high;
 } node;
 
 typedef struct {
     node *nodes;
     int64_t room, used;
 } book;
+
+/* How a token was drawn. */
+typedef struct {
+    float low, high, uniform;
+} draw;
 
 book *open_book(void) { return calloc(1, sizeof(book)); }
 
@@ -42,9 +58,12 @@ static uint64_t mixed(uint64_t x) {
 /* The node of a key, or the empty node where it would be. */
 static node *node_at(const book *b, uint64_t key) {
     int64_t i = (int64_t)(key & (uint64_t)(b->room - 1));
-    while (b->nodes[i].total && b->nodes[i].key != key) i = (i + 1) & (b->room - 1);
+    while (b->nodes[i].count && b->nodes[i].key != key) i = (i + 1) & (b->room - 1);
     return b->nodes + i;
 }
+
+/* The node of a context's token of this number, in the order in which they came first. */
+static node *follower(const book *b, uint64_t context, int number) { return node_at(b, mixed(context + (uint64_t)number)); }
 
 static int has_room(book *b, int64_t more) {
     if (2 * (b->used + more) <= b->room) return 1;
@@ -52,51 +71,79 @@ static int has_room(book *b, int64_t more) {
     while (wider.room < 2 * (b->used + more)) wider.room *= 2;
     if (!(wider.nodes = calloc((size_t)wider.room, sizeof(node)))) return 0;
     for (int64_t i = 0; i < b->room; i++)
-        if (b->nodes[i].total) *node_at(&wider, b->nodes[i].key) = b->nodes[i];
+        if (b->nodes[i].count) *node_at(&wider, b->nodes[i].key) = b->nodes[i];
     free(b->nodes);
     *b = wider;
     return 1;
 }
 
-/* The keys of the contexts that end before position i of a text; `before` are the DEPTH tokens before its start. */
-static void keys_of(const int64_t *before, const int64_t *text, int64_t i, uint64_t *keys) {
+/* The contexts that end before position i of a text; `before` are the DEPTH tokens before its start. */
+static void contexts_of(const int64_t *before, const int64_t *text, int64_t i, uint64_t *contexts) {
     uint64_t hash = 0;
     int order = 0;
     for (int64_t back = 1; back <= DEPTH; back++) {
         int64_t token = i >= back ? text[i - back] : before[DEPTH + i - back];
         hash = mixed(hash + (uint64_t)token + 0x9E3779B97F4A7C15ull);
-        if (back == LENGTHS[order]) keys[order++] = mixed(hash + (uint64_t)back);
+        if (back == LENGTHS[order]) contexts[order++] = mixed(hash + (uint64_t)back);
     }
 }
 
-static float *cell_of(float *cells, int order, const node *n) {
-    int share = n->votes * SHARES / (n->total + 1), count = n->total < 3 ? n->total - 1 : n->total < 8 ? 2 : 3;
-    return cells + 2 * ((order * SHARES + share) * COUNTS + count);
+static int step_of(float distance, int most) {
+    int step = 0;
+    while (step < most && distance >= NEAR[step]) step++;
+    return step;
 }
 
-/* Reads a text's tokens from .. to into a book, and counts in `cells`, where given, which guesses are right. Returns 0 without memory. */
-int read_text(book *b, float *cells, const int64_t *before, const int64_t *text, int64_t from, int64_t to) {
+/* The cell of the token that is likeliest to follow a context where u is `uniform`, or unknown below 0; NULL if nothing has. */
+static float *cell_of(const book *b, float *cells, int order, uint64_t context, float uniform, int32_t *token) {
+    const node *most = NULL, *nearest = NULL;
+    float margin = -2; /* of u from the nearest end, negative outside of the part */
+    int total = 0;
+    for (int i = 0; i < TOKENS; i++) {
+        const node *n = follower(b, context, i);
+        if (!n->count) break;
+        total += n->count;
+        if (!most || n->count > most->count) most = n;
+        if (uniform < 0 || n->low >= n->high) continue;
+        float above = uniform - n->low, below = n->high - uniform, end = above < below ? above : below;
+        if (end > margin) margin = end, nearest = n;
+    }
+    if (!most) return NULL;
+    int kind = most->count * SHARES / (total + 1), count = total < 3 ? total - 1 : total < 8 ? 2 : 3;
+    if (nearest) kind = margin >= 0 ? SHARES + step_of(margin, INSIDE - 1) : SHARES + INSIDE + step_of(-margin, OUTSIDE - 1);
+    *token = nearest ? nearest->token : most->token;
+    return cells + 2 * ((order * (SHARES + INSIDE + OUTSIDE) + kind) * COUNTS + count);
+}
+
+static void add(book *b, uint64_t context, int32_t token, const draw *drawn) {
+    node *n = NULL;
+    int number = 0;
+    for (; number < TOKENS; number++) {
+        n = follower(b, context, number);
+        if (!n->count || n->token == token) break;
+    }
+    if (!n->count) b->used++;
+    if (!n->count || n->token != token) *n = (node){mixed(context + (uint64_t)(number < TOKENS ? number : TOKENS - 1)), token, 0, 0, 0};
+    n->count++;
+    if (drawn && drawn->low < drawn->high) n->low = drawn->low, n->high = drawn->high;
+}
+
+/* Reads a text's tokens from .. to into a book, with how they were drawn, or without; counts in `cells`, where given, which guesses
+   are right. Returns 0 without memory. */
+int read_text(book *b, float *cells, const int64_t *before, const int64_t *text, const draw *drawn, int64_t from, int64_t to) {
     if (!has_room(b, (to - from) * ORDERS)) return 0;
     for (int64_t i = from; i < to; i++) {
-        uint64_t keys[ORDERS];
-        keys_of(before, text, i, keys);
+        uint64_t contexts[ORDERS];
+        contexts_of(before, text, i, contexts);
+        float uniform = drawn && drawn[i].low < drawn[i].high ? drawn[i].uniform : -1;
         for (int order = 0; order < ORDERS; order++) {
-            node *n = node_at(b, keys[order]);
-            if (!n->total) {
-                *n = (node){keys[order], (int32_t)text[i], 1, 1, 0};
-                b->used++;
-                continue;
-            }
-            int right = n->token == (int32_t)text[i];
-            if (cells) {
-                float *cell = cell_of(cells, order, n);
-                cell[0] += (float)right;
+            int32_t guess;
+            float *cell = cells ? cell_of(b, cells, order, contexts[order], uniform, &guess) : NULL;
+            if (cell) {
+                cell[0] += (float)(guess == (int32_t)text[i]);
                 if (++cell[1] > KEPT) cell[0] /= 2, cell[1] /= 2;
             }
-            n->total++;
-            if (right) n->votes++;
-            else if (!n->votes) n->token = (int32_t)text[i], n->votes = 1;
-            else n->votes--;
+            add(b, contexts[order], (int32_t)text[i], drawn ? drawn + i : NULL);
         }
     }
     return 1;
@@ -104,19 +151,20 @@ int read_text(book *b, float *cells, const int64_t *before, const int64_t *text,
 
 /* Reads what each of `rows` rows has drawn since the last call, then guesses up to most[r] next tokens: drafts and the probability
    that all tokens up to each are right, (rows, longest), 0 from the first one that is less likely than `least`. Row r is slot
-   slots[r]; before is (slots, DEPTH), tokens (slots, room), read and drawn are (slots). Returns 0 without memory. */
-int draft(book **books, float *cells, const int64_t *before, const int64_t *tokens, const int64_t *slots, int64_t *read,
-          const int64_t *drawn, const int64_t *most, int64_t *drafts, float *probabilities, int64_t rows, int64_t room,
-          int64_t longest, float least) {
+   slots[r], and `uniforms` (rows, longest) are the numbers by which it will draw, negative if it draws otherwise; before is (slots,
+   DEPTH), tokens and draws (slots, room), read and count are (slots). Returns 0 without memory. */
+int draft(book **books, float *cells, const int64_t *before, const int64_t *tokens, const draw *draws, const int64_t *slots, int64_t *read,
+          const int64_t *count, const int64_t *most, const float *uniforms, int64_t *drafts, float *probabilities, int64_t rows,
+          int64_t room, int64_t longest, float least) {
     memset(probabilities, 0, sizeof(float) * (size_t)(rows * longest));
     memset(drafts, 0, sizeof(int64_t) * (size_t)(rows * longest));
     for (int64_t r = 0; r < rows; r++) {
-        int64_t slot = slots[r], end = drawn[slot];
-        if (!read_text(books[slot], cells, before + slot * DEPTH, tokens + slot * room, read[slot], end)) return 0;
+        int64_t slot = slots[r], end = count[slot], first = slot * room;
+        if (!read_text(books[slot], cells, before + slot * DEPTH, tokens + first, draws + first, read[slot], end)) return 0;
         read[slot] = end;
     }
     for (int64_t r = 0; r < rows; r++) {
-        int64_t slot = slots[r], end = drawn[slot];
+        int64_t slot = slots[r], end = count[slot];
         if (!books[slot]->room) continue;
         /* the last DEPTH tokens, then the guesses */
         int64_t text[DEPTH + longest];
@@ -126,14 +174,13 @@ int draft(book **books, float *cells, const int64_t *before, const int64_t *toke
         }
         float all = 1;
         for (int64_t d = 0; d < most[r] && d < longest; d++) {
-            uint64_t keys[ORDERS];
+            uint64_t contexts[ORDERS];
             float best = 0;
-            keys_of(text, text, DEPTH + d, keys);
+            contexts_of(text, text, DEPTH + d, contexts);
             for (int order = 0; order < ORDERS; order++) {
-                const node *n = node_at(books[slot], keys[order]);
-                if (!n->total || !n->votes) continue;
-                const float *cell = cell_of(cells, order, n);
-                if (cell[0] / cell[1] >= best) best = cell[0] / cell[1], text[DEPTH + d] = n->token;
+                int32_t token;
+                const float *cell = cell_of(books[slot], cells, order, contexts[order], uniforms[r * longest + d], &token);
+                if (cell && cell[0] / cell[1] >= best) best = cell[0] / cell[1], text[DEPTH + d] = token;
             }
             all *= best;
             if (all < least) break;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from braidrl.data.token_columns import LOG_PROBS
-from braidrl.engines.embedded.slot_states import SlotStates
+from braidrl.engines.embedded.slot_states import DRAWS, SlotStates
 from braidrl.native.building import address
 
 BLOCK = 128
@@ -94,7 +94,14 @@ class Kernels:
         return out
 
     def keep(
-        self, read: Tensor, starts: Tensor, slots: Tensor, drawn: Tensor, log_probs: Tensor, states: SlotStates
+        self,
+        read: Tensor,
+        starts: Tensor,
+        slots: Tensor,
+        drawn: Tensor,
+        log_probs: Tensor,
+        draws: Tensor | None,
+        states: SlotStates,
     ) -> tuple[Tensor, Tensor]:
         """Append the drawn tokens of a step to its rows' states, up to the first wrong guess; return the masks of kept
         tokens (B,) and ended rows (R,).
@@ -107,15 +114,18 @@ class Kernels:
             slots: (R,), the rows' slots.
             drawn: (B,), the token that was drawn behind each.
             log_probs: (B,) float32, of `drawn`.
-            states: All slots' states; columns other than log-probs are unchanged.
+            draws: (B, 3) float32, how they were drawn, for states that hold draws.
+            states: All slots' states; columns other than log-probs and draws are unchanged.
         """
         kept, ended = torch.zeros(len(read), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
         slot_log_probs = states.per_token[LOG_PROBS]
         self._functions.keep(
             *(address(integers, torch.int64) for integers in (read, starts, slots, drawn)),
             address(log_probs, torch.float32),
+            None if draws is None else address(draws, torch.float32),
             address(states.tokens, torch.int64),
             address(slot_log_probs, torch.float32),
+            None if draws is None else address(states.per_token[DRAWS], torch.float32),
             *(
                 address(integers, torch.int64)
                 for integers in (states.current, states.position, states.drawn, states.limit)
@@ -131,14 +141,14 @@ class Kernels:
 
     def draw(
         self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens (B,) from logits (B, V) by `uniforms` (B,) float64, or the likeliest; return them with log-probs
-        (B,) float32.
+        (B,) float32, and the draws (B, 3) float32, see DRAWS.
         """
         rows, vocabulary = logits.shape
         temperatures = torch.ones(rows, dtype=torch.float64) if temperatures is None else temperatures
         greedy = torch.zeros(rows, dtype=torch.bool) if greedy is None else greedy
-        tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        tokens, log_probs, draws = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows, 3)
         sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
         self._functions.draw(
             address(logits, self.dtype),
@@ -147,9 +157,10 @@ class Kernels:
             address(uniforms, torch.float64),
             address(tokens, torch.int64),
             address(log_probs, torch.float32),
+            address(draws, torch.float32),
             address(sums, torch.float64),
             rows,
             vocabulary,
             torch.get_num_threads(),
         )
-        return tokens, log_probs
+        return tokens, log_probs, draws

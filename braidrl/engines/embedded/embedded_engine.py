@@ -35,7 +35,7 @@ from braidrl.engines.embedded.cpu_kernels import Kernels
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder, cuda_decoder, native_decoder
 from braidrl.engines.embedded.prompts import Prompts, adapted, prompt_key
-from braidrl.engines.embedded.slot_states import ROW_MULTIPLE, Pass, SlotStates, indices_of
+from braidrl.engines.embedded.slot_states import DRAWS, ROW_MULTIPLE, Pass, SlotStates, indices_of
 from braidrl.engines.embedded.speculation import Speculation
 from braidrl.engines.engine import EngineError, EngineMemory, Speculated
 from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
@@ -131,7 +131,6 @@ class EmbeddedEngine(SteppingEngine):
         self._log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
         self._rows: dict[int, EngineRow] = {}
         """The row in each slot that has one."""
-        self._states = SlotStates.idle(self.slots, self._log_prob_dtype, model.device)
         self._positions = self._steps = 0
         self._is_decoding = False
         # Sharded layers multiply with torch.
@@ -143,6 +142,7 @@ class EmbeddedEngine(SteppingEngine):
         guesses = decoding.speculation == "auto" and self._native is not None and ranks == ALONE
         guesses = guesses and not self._rope_lengths
         self.speculation = Speculation(self.slots, self._multiple) if guesses else None
+        self._states = SlotStates.idle(self.slots, self._log_prob_dtype, model.device, draws=guesses)
         self._look_at_rows()
 
     def parts(self) -> Mapping[str, WeightPart]:
@@ -327,7 +327,7 @@ class EmbeddedEngine(SteppingEngine):
         # This thread's seconds: time taken by other programs is not part of a pass's cost.
         states, read, start = self._states, self._pass, time.thread_time()
         if (speculation := self.speculation) is not None:
-            chosen = speculation.choose(read.slots, states.tokens, states.drawn, states.limit)
+            chosen = speculation.choose(read.slots, states)
             read = Pass.of(read.slots, self._multiple, chosen) if chosen is not None else read
         slots, tokens = read.slots[read.rows], read.tokens(states)
         numbers = states.drawn[slots] + read.offsets
@@ -340,7 +340,8 @@ class EmbeddedEngine(SteppingEngine):
         drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
         if routing is not None:
             self._add_routes(values, routing, len(tokens))
-        is_kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, values[LOG_PROBS], states)
+        log_probs, draws = values[LOG_PROBS], values.pop(DRAWS, None)
+        is_kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, log_probs, draws, states)
         for name in values.keys() - {LOG_PROBS}:
             states.per_token[name][slots[is_kept], numbers[is_kept]] = values[name][is_kept]
         count = int(is_kept.sum())
@@ -369,11 +370,15 @@ class EmbeddedEngine(SteppingEngine):
         else:
             # Drawing overwrites the logits.
             distribution = scaled(logits.clone(), sampling) if columns else logits
+            draws = torch.zeros(len(uniforms), 3)
             if self._native and sampling.top_k is None and sampling.top_p is None:
-                tokens, log_probs = self._native.kernels.draw(logits, sampling.temperature, sampling.greedy, uniforms)
+                temperature, greedy = sampling.temperature, sampling.greedy
+                tokens, log_probs, draws = self._native.kernels.draw(logits, temperature, greedy, uniforms)
             else:
                 tokens, log_probs = sample(logits, sampling, uniforms)
             values = {LOG_PROBS: log_probs, **computed_columns(columns, distribution, tokens)}
+            if self.speculation is not None:
+                values[DRAWS] = draws
         if pipeline is not None:
             for drawn in (tokens, *values.values()):
                 dist.broadcast(drawn, group=pipeline, group_src=last)
@@ -411,7 +416,8 @@ class EmbeddedEngine(SteppingEngine):
         self._has_changed = True
         if self.speculation is not None:
             for number, (slot, row) in enumerate(zip(slots, rows, strict=True)):
-                self.speculation.end(slot, row.request, tokens[number, : drawn[number]], aborted)
+                count = drawn[number]
+                self.speculation.end(slot, row.request, tokens[number, :count], values[DRAWS][number, :count], aborted)
         ended = []
         for number, (row, count) in enumerate(zip(rows, drawn, strict=True)):
             names = [column.name for column in returned_columns(row.request.columns) if column.name in values]
@@ -476,7 +482,8 @@ class EmbeddedEngine(SteppingEngine):
             self._cache.release()
             if self._native is not None:
                 self._native.release()
-            self._states = SlotStates.idle(self.slots, self._log_prob_dtype, self.model.device)
+            draws = self.speculation is not None
+            self._states = SlotStates.idle(self.slots, self._log_prob_dtype, self.model.device, draws)
         else:
             self._states.end(range(self.slots))
         self._look_at_rows()

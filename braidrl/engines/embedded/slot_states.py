@@ -18,6 +18,10 @@ from braidrl.engines.requests import EngineRow
 
 NO_TOKEN = -1
 NO_SLOT = -1
+DRAWS = "draws"
+"""Name of the column (3,) of how a token was drawn: the part of [0, 1) whose random numbers draw it, from and to, and
+the number that did. The part is empty if it is not known.
+"""
 ROW_MULTIPLE = 16
 """Matrix products have a multiple of this many rows: with fewer, a CPU's kernels round the same row differently."""
 
@@ -48,15 +52,18 @@ class SlotStates:
     """Columns of the drawn tokens by name, each (B, T, ...)."""
 
     @staticmethod
-    def idle(slots: int, dtype: torch.dtype, device: torch.device) -> "SlotStates":
-        """Make idle slots; `dtype` is that of log-probs."""
+    def idle(slots: int, dtype: torch.dtype, device: torch.device, draws: bool = False) -> "SlotStates":
+        """Make idle slots; `dtype` is that of log-probs. With `draws` they keep how each token was drawn."""
+        per_token = {LOG_PROBS: torch.zeros(slots, 1, dtype=dtype, device=device)}
+        if draws:
+            per_token[DRAWS] = torch.zeros(slots, 1, 3, device=device)
         integers = ("current", "position", "shift", "drawn", "limit", "key", "first_draw")
         return SlotStates(
             **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in integers},
             active=torch.zeros(slots, dtype=torch.bool, device=device),
             stop_token_ids=torch.full((slots, 1), NO_TOKEN, device=device),
             tokens=torch.zeros(slots, 1, dtype=torch.int64, device=device),
-            per_token={LOG_PROBS: torch.zeros(slots, 1, dtype=dtype, device=device)},
+            per_token=per_token,
         )
 
     def begin(self, rows: Mapping[int, EngineRow], seed: int) -> None:

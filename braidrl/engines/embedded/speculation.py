@@ -5,12 +5,13 @@ texts of a prompt: itself, its rows, their responses in earlier epochs ──▶
 
 A row's draw at a position depends only on logits and the row's random number, so a guess is accepted exactly if it
 is the token that the row draws there. Tokens and log-probs are those without guesses; only the number of passes
-changes.
+changes. The random numbers of the next positions are known: where an earlier text has the same words, they say which
+of the tokens that were drawn there comes next.
 
 The number of guesses of a pass is chosen by their measured reliability and the measured cost of passes of each size
 (SuffixDecoding, arXiv 2411.04975; responses of earlier epochs: RhymeRL, arXiv 2508.18588).
 
-Shapes: R rows, K guesses of a row, D tokens of the longest context.
+Shapes: R rows, K guesses of a row, D tokens of the longest context, T tokens of a text.
 """
 
 from collections import OrderedDict, deque
@@ -23,13 +24,18 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from braidrl.algorithms.random import uniform
+from braidrl.engines.embedded.slot_states import DRAWS, SlotStates
 from braidrl.engines.requests import Request
 from braidrl.native.building import address, library
 
 DEPTH = 16
 """Tokens of the longest context, as in drafts.c."""
-CELLS = (5, 8, 4)
-"""Cells of reliability: lengths of contexts, shares of votes, numbers of occurrences, as in drafts.c."""
+INSIDE, OUTSIDE = (0.5, 0.7, 0.85, 0.95), (0.3, 0.15, 0.05)
+"""Reliabilities before any measurement, by how far a random number is inside of a known part of [0, 1), or outside."""
+SHARES = 8
+CELLS = (5, SHARES + len(INSIDE) + len(OUTSIDE), 4)
+"""Cells of reliability: lengths of contexts, kinds of guesses, numbers of occurrences, as in drafts.c."""
 LONGEST = 16
 """Guesses of a row in one pass."""
 LEAST = 0.02
@@ -48,8 +54,8 @@ MOST_WAIT = 64
 """Passes after which guesses are considered again, if they were not worth it."""
 REMEMBERED = 16
 """Earlier responses that are remembered for each prompt."""
-REMEMBERED_TOKENS = 1 << 24
-"""Tokens of all of them, 4 bytes each; the prompts that were used last stay."""
+REMEMBERED_TOKENS = 1 << 23
+"""Tokens of all of them, 16 bytes each; the prompts that were used last stay."""
 PROMPT_TOKENS = 4096
 """Last tokens of a prompt from which is guessed; a token takes 120 bytes and more in a book."""
 MEASURED = 5
@@ -63,21 +69,23 @@ class EarlierResponses:
 
     def __init__(self, most_tokens: int = REMEMBERED_TOKENS) -> None:
         self._most_tokens, self._tokens = most_tokens, 0
-        self._of_prompt: OrderedDict[bytes, deque[Tensor]] = OrderedDict()
+        self._of_prompt: OrderedDict[bytes, deque[tuple[Tensor, Tensor]]] = OrderedDict()
 
-    def add(self, prompt: bytes, response: Tensor) -> None:
+    def add(self, prompt: bytes, response: Tensor, draws: Tensor) -> None:
+        """Add a response (T,) with its draws (T, 3)."""
         if (responses := self._of_prompt.get(prompt)) is None:
             responses = self._of_prompt[prompt] = deque()
         self._of_prompt.move_to_end(prompt)
-        responses.append(response.to(torch.int32))
-        self._tokens += response.shape[0]
+        responses.append((response.to(torch.int32), draws.clone()))
+        self._tokens += len(response)
         if len(responses) > REMEMBERED:
-            self._tokens -= responses.popleft().shape[0]
+            self._tokens -= len(responses.popleft()[0])
         while self._tokens > self._most_tokens:
             _, forgotten = self._of_prompt.popitem(last=False)
-            self._tokens -= sum(map(len, forgotten))
+            self._tokens -= sum(len(tokens) for tokens, _ in forgotten)
 
-    def of(self, prompt: bytes) -> Sequence[Tensor]:
+    def of(self, prompt: bytes) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the responses with their draws."""
         return tuple(self._of_prompt.get(prompt, ()))
 
 
@@ -90,11 +98,19 @@ class Book:
         self.address: int = functions.open_book()
         finalize(self, functions.close_book, self.address)
 
-    def read(self, text: Tensor, before: Tensor, start: int = 0) -> None:
-        """Add a text, (T,), with the preceding tokens, (DEPTH,); the first `start` of its tokens are there already."""
+    def read(self, text: Tensor, before: Tensor, draws: Tensor | None = None, start: int = 0) -> None:
+        """Add a text, (T,), with the preceding tokens, (DEPTH,), and how its own were drawn, (T, 3), if they were; the
+        first `start` of them are there already.
+        """
         text = text.to(torch.int64).contiguous()
         done = self._functions.read_text(
-            self.address, None, address(before, torch.int64), address(text, torch.int64), start, len(text)
+            self.address,
+            None,
+            address(before, torch.int64),
+            address(text, torch.int64),
+            None if draws is None else address(draws.contiguous(), torch.float32),
+            start,
+            len(text),
         )
         if not done:
             raise MemoryError("no memory for the texts from which next tokens are guessed")
@@ -113,8 +129,9 @@ class Guesses:
         self._read = torch.zeros(slots, dtype=torch.int64)
         """Drawn tokens of each slot's row that its book has."""
         self.cells = torch.ones(*CELLS, 2)
-        # Before any measurement, a guess is assumed to be as reliable as its share of votes.
-        self.cells[..., 0] = (torch.arange(CELLS[1]) / CELLS[1])[None, :, None]
+        # Before any measurement, a guess is assumed to be as reliable as its token's share of those that came.
+        shares = [number / SHARES for number in range(SHARES)]
+        self.cells[..., 0] = torch.tensor([*shares, *INSIDE, *OUTSIDE])[None, :, None]
 
     def begin(self, slot: int, request: Request) -> None:
         """Prepare a slot for a row that starts or resumes."""
@@ -125,8 +142,10 @@ class Guesses:
             if responses := self._earlier.of(name):
                 # As one text: the last tokens of the prompt separate consecutive responses.
                 before = ids[max(0, prompt_length - DEPTH) : prompt_length]
-                text = torch.cat([part for response in responses for part in (before, response)])
-                book.read(text, last_tokens(ids[:0]))
+                text = torch.cat([part for response, _ in responses for part in (before, response)])
+                undrawn = torch.zeros(len(before), 3)
+                draws = torch.cat([part for _, drawn in responses for part in (undrawn, drawn)])
+                book.read(text, last_tokens(ids[:0]), draws)
             start = max(0, prompt_length - PROMPT_TOKENS)
             book.read(ids[start:prompt_length], last_tokens(ids[:start]))
         if request.continues:
@@ -135,7 +154,7 @@ class Guesses:
         self._prompts[slot], self._pointers[slot], self._read[slot] = name, book.address, 0
         self._preceding[slot] = last_tokens(ids)
 
-    def end(self, slot: int, request: Request, drawn: Tensor, aborted: bool) -> None:
+    def end(self, slot: int, request: Request, drawn: Tensor, draws: Tensor, aborted: bool) -> None:
         """Release a slot; a complete response is stored for later epochs."""
         name = self._prompts[slot]
         assert name is not None
@@ -144,38 +163,38 @@ class Guesses:
         if not book.rows:
             del self._books[name]
         else:
-            book.read(drawn, self._preceding[slot], int(self._read[slot]))
+            book.read(drawn, self._preceding[slot], draws, int(self._read[slot]))
         if not aborted:
-            self.remember(request, drawn)
+            self.remember(request, drawn, draws)
 
-    def remember(self, request: Request, drawn: Tensor) -> None:
+    def remember(self, request: Request, drawn: Tensor, draws: Tensor) -> None:
         """Store a complete response for later epochs."""
         prompt, response = request.prompt, drawn
         if request.continues:
             prompt_length = len(prompt) - request.continues
             prompt, response = prompt[:prompt_length], torch.cat([prompt[prompt_length:], drawn])
-        self._earlier.add(prompt.numpy().tobytes(), response)
+            draws = torch.cat([torch.zeros(request.continues, 3), draws])
+        self._earlier.add(prompt.numpy().tobytes(), response, draws)
 
-    def of(self, slots: Tensor, tokens: Tensor, drawn: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Return up to `most` (R,) guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability
-        that all up to each are right, (R, K) float32.
-
-        Args:
-            slots: The rows' slots.
-            tokens: (slots, T), the drawn tokens.
-            drawn: (slots,), their number.
-            most: (R,), tokens that may be guessed.
+    def of(self, slots: Tensor, states: SlotStates) -> tuple[Tensor, Tensor]:
+        """Return guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability that all up to
+        each are right, (R, K) float32.
         """
-        drafts = torch.empty((len(slots), LONGEST), dtype=torch.int64)
-        probabilities = torch.empty(drafts.shape)
-        arrays = (self._preceding, tokens, slots, self._read, drawn, most, drafts)
+        drafts, most = torch.empty((len(slots), LONGEST), dtype=torch.int64), (states.limit - states.drawn)[slots] - 1
+        positions = (states.first_draw + states.drawn)[slots, None] + torch.arange(LONGEST)
+        probabilities, uniforms = torch.empty(drafts.shape), uniform(states.key[slots, None], positions).float()
         done = self._functions.draft(
             address(self._pointers, torch.int64),
             address(self.cells, torch.float32),
-            *(address(array, torch.int64) for array in arrays),
+            address(self._preceding, torch.int64),
+            address(states.tokens, torch.int64),
+            address(states.per_token[DRAWS], torch.float32),
+            *(address(integers, torch.int64) for integers in (slots, self._read, states.drawn, most)),
+            address(uniforms, torch.float32),
+            address(drafts, torch.int64),
             address(probabilities, torch.float32),
             len(slots),
-            tokens.shape[1],
+            states.tokens.shape[1],
             LONGEST,
             LEAST,
         )
@@ -290,22 +309,21 @@ class Speculation:
         self._unread[slot] = request
         self._left = 0
 
-    def end(self, slot: int, request: Request, drawn: Tensor, aborted: bool) -> None:
-        """Release a slot; a complete response is stored."""
+    def end(self, slot: int, request: Request, drawn: Tensor, draws: Tensor, aborted: bool) -> None:
+        """Release a slot; a complete response (T,) is stored, with its draws (T, 3)."""
         if self._unread.pop(slot, None) is None:
-            self.guesses.end(slot, request, drawn, aborted)
+            self.guesses.end(slot, request, drawn, draws, aborted)
         elif not aborted:
-            self.guesses.remember(request, drawn)
+            self.guesses.remember(request, drawn, draws)
 
     def clear(self) -> None:
         """Forget the rows; responses are kept."""
         self._unread.clear()
         self.guesses.clear()
 
-    def choose(self, slots: Tensor, tokens: Tensor, drawn: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the guesses (R, K) of rows and the number that a pass takes of each row's, (R,); None for no guesses.
-
-        Arguments are those of `Guesses.of`, and the rows' limits (slots,).
+    def choose(self, slots: Tensor, states: SlotStates) -> tuple[Tensor, Tensor] | None:
+        """Return the guesses (R, K) of the rows in `slots` (R,) and the number that a pass takes of each row's, (R,);
+        None for no guesses.
         """
         self._expected, rows = 0.0, len(slots)
         if rows > FEW:
@@ -324,8 +342,7 @@ class Speculation:
         for slot, request in self._unread.items():
             self.guesses.begin(slot, request)
         self._unread.clear()
-        most = (limit - drawn)[slots] - 1
-        drafts, probabilities = self.guesses.of(slots, tokens, drawn, most)
+        drafts, probabilities = self.guesses.of(slots, states)
         ordered, order = probabilities.flatten().sort(descending=True, stable=True)
         likely = ordered[: max(0, self._most - len(slots))].tolist()
         likely = [probability * self.trust for probability in likely if probability > 0]

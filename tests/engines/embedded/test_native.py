@@ -104,7 +104,7 @@ def test_a_kernels_bits_do_not_depend_on_threads_or_rows() -> None:
     logits = torch.randn(33, 1000) * 4
     temperatures, greedy = torch.rand(33, dtype=torch.float64) + 0.5, torch.arange(33) % 5 == 0
     uniforms = torch.rand(33, dtype=torch.float64)
-    tokens, log_probs = kernels.draw(logits, temperatures, greedy, uniforms)
+    tokens, log_probs, draws = kernels.draw(logits, temperatures, greedy, uniforms)
     for row in (0, 7, 32):
         part = slice(row, row + 1)
         alone = kernels.draw(logits[part].clone(), temperatures[part], greedy[part], uniforms[part])
@@ -112,6 +112,11 @@ def test_a_kernels_bits_do_not_depend_on_threads_or_rows() -> None:
     expected = (logits / temperatures.float()[:, None]).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
     assert torch.equal(tokens[greedy], logits[greedy].argmax(-1))
+    low, high, number = draws.T
+    assert torch.equal(number, uniforms.float())
+    assert bool(((low <= number + 1e-6) & (number < high + 1e-6))[~greedy].all())
+    torch.testing.assert_close((high - low)[~greedy], log_probs[~greedy].exp(), rtol=0, atol=1e-5)
+    assert low[greedy].eq(0).all() and high[greedy].eq(1).all(), "any number draws the likeliest token"
 
 
 def test_a_uniform_at_either_end_draws_a_token_with_a_weight() -> None:
@@ -119,7 +124,7 @@ def test_a_uniform_at_either_end_draws_a_token_with_a_weight() -> None:
     logits = torch.full((2, 300), -200.0)
     logits[:, [17, 280]] = 0.0
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    tokens, _ = kernels.draw(logits, torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.bool), ends)
+    tokens, _, _ = kernels.draw(logits, torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.bool), ends)
     assert tokens.tolist() == [17, 280]
 
 

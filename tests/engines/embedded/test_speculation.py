@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from braidrl.algorithms.random import uniform
 from braidrl.config import load_config
 from braidrl.data.rows import FinishReason
 from braidrl.data.token_columns import token_column, token_columns
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
+from braidrl.engines.embedded.slot_states import SlotStates, widened
 from braidrl.engines.embedded.speculation import (
     CREDIT,
     DEPTH,
@@ -230,16 +232,42 @@ def test_a_size_is_judged_by_its_own_measurements_while_they_are_recent() -> Non
     assert costs.seconds(32, True) < 2.0, "after many passes it is tried again"
 
 
+def states_with(response: Tensor, limit: int) -> SlotStates:
+    """Return the states of two slots, of which the second has a row that has drawn a response (T,)."""
+    states = SlotStates.idle(2, torch.float32, torch.device("cpu"), draws=True)
+    states.tokens = widened(states.tokens, limit)
+    states.per_token = {name: widened(values, limit) for name, values in states.per_token.items()}
+    states.tokens[1, : len(response)], states.drawn[1], states.limit[1] = response, len(response), limit
+    return states
+
+
+def test_the_random_number_says_which_of_the_tokens_that_came_before_comes_next() -> None:
+    guesses, prompt = Guesses(2), torch.arange(5, 30)
+    request = Request((0, 0, 0), prompt, SamplingParams())
+    # Of the numbers in [0, 1), those up to 0.7 draw token 3, and those from there on token 8.
+    for token, draw in ((3, [0.0, 0.7, 0.1]), (8, [0.7, 1.0, 0.9]), (3, [0.0, 0.7, 0.6])):
+        guesses.begin(0, request)
+        guesses.end(0, request, torch.tensor([token, 20]), torch.tensor([draw, [0.0, 1.0, 0.5]]), aborted=False)
+    seen = set()
+    for key in range(12):
+        guesses.begin(1, request)
+        states = states_with(torch.tensor([], dtype=torch.int64), limit=3)
+        states.key[1] = key
+        drafts, probabilities = guesses.of(torch.tensor([1]), states)
+        expected = 3 if float(uniform(torch.tensor(key), 0)) < 0.7 else 8
+        assert drafts[0, :2].tolist() == [expected, 20] and probabilities[0, 1] > 0.2
+        seen.add(expected)
+    assert seen == {3, 8}
+
+
 def test_a_guess_is_what_followed_the_same_context_in_an_earlier_epoch() -> None:
     guesses, prompt = Guesses(2), torch.arange(5, 30)
     request = Request((0, 0, 0), prompt, SamplingParams())
     response = torch.tensor([7, 9, 7, 11, 13, 7, 15, 2])
     guesses.begin(0, request)
-    guesses.end(0, request, response, aborted=False)
+    guesses.end(0, request, response, torch.zeros(8, 3), aborted=False)
     guesses.begin(1, replace(request, uid=(0, 8, 0)))
-    tokens, drawn = torch.zeros(2, 20, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    tokens[1, :3], drawn[1] = torch.tensor([7, 9, 7]), 3
-    drafts, probabilities = guesses.of(torch.tensor([1]), tokens, drawn, torch.tensor([4]))
+    drafts, probabilities = guesses.of(torch.tensor([1]), states_with(torch.tensor([7, 9, 7]), limit=8))
     count = int((probabilities[0] > 0).sum())
     assert 1 <= count <= 4 and drafts[0, :count].tolist() == [11, 13, 7, 15][:count]
 
@@ -248,14 +276,15 @@ def test_a_resumed_rows_earlier_tokens_belong_to_its_response() -> None:
     guesses, prompt = Guesses(1), torch.arange(4)
     request = Request((0, 0, 0), torch.cat([prompt, torch.tensor([8, 9])]), SamplingParams(), continues=2)
     guesses.begin(0, request)
-    guesses.end(0, request, torch.tensor([10]), aborted=False)
-    (kept,) = guesses._earlier.of(prompt.numpy().tobytes())
+    guesses.end(0, request, torch.tensor([10]), torch.tensor([[0.2, 0.5, 0.4]]), aborted=False)
+    ((kept, draws),) = guesses._earlier.of(prompt.numpy().tobytes())
     assert kept.tolist() == [8, 9, 10]
+    assert draws.tolist() == torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.2, 0.5, 0.4]]).tolist()
     assert last_tokens(prompt).tolist() == [-1] * (DEPTH - 4) + [0, 1, 2, 3]
 
 
 def test_earlier_responses_of_the_prompts_used_longest_ago_are_forgotten() -> None:
     earlier = EarlierResponses(most_tokens=10)
     for name in (b"a", b"b", b"a", b"c"):
-        earlier.add(name, torch.arange(3))
+        earlier.add(name, torch.arange(3), torch.zeros(3, 3))
     assert [len(earlier.of(name)) for name in (b"a", b"b", b"c")] == [2, 0, 1]
