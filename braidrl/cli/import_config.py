@@ -227,9 +227,12 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, KeyOutcome]]:
         outcomes[key] = KeyOutcome(WITHOUT, row["note"]) if is_needless else without_value(key, source_keys[key])
     outcomes = {key: outcomes[names[key]] for key in written if key != COMMAND_LINE}
     theirs = {name: key for key, name in names.items()}
+    outcomes |= {key: KeyOutcome(TRANSLATED, text) for key, text in imported.chosen.items()}
     for key, advice in (imported.advice | notes).items():
         outcomes[theirs.get(key, key)] = KeyOutcome(DECIDE, advice)
-    if "model" not in imported.converted:
+    # A path that only the script knows is to be written; the outcome of its key says so.
+    is_named = any((framework.row(key) or {}).get("to") == "model" for key in source_keys.keys() - usable.keys())
+    if "model" not in imported.converted and not is_named:
         raise UserError(f"{path} names no model of {framework.name}; is it a whole configuration?")
     is_advised = any(outcome.text.startswith("trainer.steps") for outcome in outcomes.values())
     if "trainer.steps" not in imported.converted and not is_advised:

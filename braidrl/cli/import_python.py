@@ -14,7 +14,7 @@ from braidrl.cli.import_scripts import arithmetic
 from braidrl.errors import UserError
 from braidrl.parsing import read_text
 
-TRAINER = re.compile(r"(?:^|\.)(?:GRPO|RLOO|DPO|SFT|Reward)(Trainer|Config)$")
+TRAINER = re.compile(r"(?:^|\.)(?:(?:Async)?GRPO|RLOO|DPO|SFT|Reward)(Trainer|Config)$")
 """TRL's classes, by whose calls its scripts in Python are read."""
 FILES = ("json", "parquet", "csv", "arrow", "text")
 """Names by which `load_dataset` reads files."""

@@ -34,6 +34,8 @@ WHOLE_ARRAY = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 VARIABLE = re.compile(r"\$(\w+|[@*#])")
 DEFAULT = re.compile(r":?([-=+?])(.*)", re.DOTALL)
 HERE_DOCUMENT = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1")
+READ_INTO = re.compile(r"\s*read\b[^<]*?(\w+)\s*<<")
+"""`read`, with its options, of a here-document into a variable."""
 REDIRECTION = re.compile(r"(?:(?<=\s)\d+|&)?[<>]+(?:&\d*-?|\s*[^\s;|&]+)")
 PREFIXES = ("export", "declare", "local", "readonly")
 KEYWORDS = ("then", "do", "else", "elif", "{", "!", "time", "exec")
@@ -206,15 +208,25 @@ def script_lines(text: str) -> Iterator[str]:
 
 
 def without_here_documents(text: str) -> Iterator[str]:
-    """Yield the lines of a script without the texts that it writes to files, as in `cat > FILE <<EOF`."""
-    end = None
+    """Yield the lines of a script without the texts that it writes to files, as in `cat > FILE <<EOF`; one that `read`
+    assigns to a variable becomes an assignment.
+    """
+    end, name, words = None, "", list[str]()
     for line in text.splitlines():
         if end is None:
             match = None if line.lstrip().startswith("#") else HERE_DOCUMENT.search(line)
             end = match[2] if match else None
-            yield line if match is None else line[: match.start()] + line[match.end() :]
+            into = READ_INTO.match(line) if match else None
+            name, words = into[1] if into else "", []
+            if not into:
+                yield line if match is None else line[: match.start()] + line[match.end() :]
         elif line.strip() == end:
             end = None
+            if name:
+                text_of_variable = " ".join(words).replace('"', '\\"')
+                yield f'{name}="{text_of_variable}"'
+        else:
+            words.append(line.strip().removesuffix("\\").strip())
 
 
 def simple_commands(line: str) -> Iterator[str]:

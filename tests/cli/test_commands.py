@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts
 from braidrl.runtimes.prepare.first_checks import check_first
 from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
+from tests.data.conftest import byte_tokenizer
 from tests.tiny import Workshop, weights_of, write_jsonl
 from tests.tiny import braid as start_braid
 
@@ -268,6 +270,27 @@ def test_data_shows_counts_lengths_and_examples_as_the_model_sees_them(workshop:
     assert "least" in train and "█" in train and train.count("── example") == 5
     assert f"── example 0, record {records.index(small[0]) + 1}\n{small[0]['prompt']}" in held_out
     assert f"── answer: {small[0]['answer']}" in held_out
+
+
+ESCAPES: dict[str, dict[str, Any]] = {
+    "in a prompt": {"prompt": "1+1=\x1b[2J", "answer": "2"},
+    "in an answer": {"prompt": "1+1=", "answer": "\x1b]0;title\x07 2"},
+    "in a message, as one character": {"prompt": [{"role": "user", "content": "1+1=\x9b31m"}], "answer": "2"},
+    "in a column's name": {"prompt": "1+1=", "answer": "2", "le\x1b[1mvel": 3},
+}
+
+
+@pytest.mark.parametrize("where", ESCAPES)
+def test_data_shows_escape_sequences_as_text(where: str, workshop: Workshop, braid: Any) -> None:
+    path = write_jsonl(workshop.folder / "escapes.jsonl", [ESCAPES[where]] * 3)
+    model = shutil.copytree(workshop.model, workshop.folder / "bytes")
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer.save_pretrained(model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "vocab_size": len(tokenizer)}))
+    shown = "".join(braid("data", workshop.config_file(model=str(model)), f"data.train={path}"))
+    assert "\\x1b" in shown or "\\x9b" in shown
+    assert all(character.isprintable() or character in "\n\t" for character in shown)
 
 
 MISTAKES = {

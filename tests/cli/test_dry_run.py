@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from io import StringIO
@@ -22,6 +23,7 @@ from braidrl.errors import UserError
 from braidrl.runtimes.memory.budget import ENGINE, FREED, IMAGES, PANELS, RoleUse, peak
 from tests.cases import soak_but
 from tests.tiny import ROOT, TOKENIZER, Workshop, load_module
+from tests.training.decoders.families import family_config
 
 
 def uses(found: Any) -> list[tuple[int, tuple[RoleUse, ...]]]:
@@ -155,6 +157,19 @@ def test_dry_run_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_pat
     for part in ("weights", "gradients", "master weights", "AdamW moments", "keys and values", "activations", "logits"):
         assert part in shown.getvalue()
     assert "16 rows, 1 updates" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("qwen3_moe", {}), ("mixtral", {}), ("qwen2_moe", {"decoder_sparse_step": 2})]
+)
+def test_a_dry_run_shows_all_and_active_parameters_of_a_mixture_in_float32(
+    workshop: Workshop, kind: str, changes: dict[str, int]
+) -> None:
+    family_config(kind, **changes).save_pretrained(workshop.folder / "mixture")
+    TOKENIZER.save_pretrained(workshop.folder / "mixture")
+    shown = StringIO()
+    dry_run(workshop.config(model=str(workshop.folder / "mixture"), dtype="float32"), Console(file=shown, width=200))
+    assert re.search(r"[\d.]+M parameters, [\d.]+M active", shown.getvalue()) and "verdict: fits" in shown.getvalue()
 
 
 def test_a_dry_run_for_other_devices_takes_their_memory_and_data_type(

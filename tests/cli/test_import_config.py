@@ -514,6 +514,27 @@ def test_rows_of_several_data_sources_get_their_own_verifiers_and_shares(tmp_pat
     ]
 
 
+@pytest.mark.parametrize(
+    ("sources", "verifier", "said"),
+    [
+        (["DigitalLearningGmbH/MATH-lighteval"], "math", ""),
+        (["searchR1_nq"], "exact", ""),
+        (["apps"], "code", ""),
+        (["own/puzzles"], None, "verl has no function for rows of own/puzzles"),
+    ],
+)
+def test_a_yaml_file_without_a_reward_takes_the_verifier_of_its_rows(
+    sources: list[str], verifier: str | None, said: str, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [{"data_source": name, "prompt": "a"} for name in sources])
+    text = "{algorithm: {adv_estimator: grpo}, data: {train_files: rows.jsonl}, actor_rollout_ref: {model: {path: m}}}"
+    (tmp_path / "verl.yaml").write_text(text)
+    tree, _ = import_config(tmp_path / "verl.yaml")
+    assert tree.get("reward", {}).get("verify") == verifier
+    lines = list(write_imported(tmp_path / "verl.yaml", tmp_path / "braid.yaml"))
+    assert any((verifier or said) in line for line in lines), lines
+
+
 def model_that_answers(folder: Path, text: str) -> Path:
     """Write a tiny model that has learned to write one text after any prompt."""
     write_model(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from braidrl.cli.import_config import DECIDE, TRANSLATED, KeyOutcome, import_config
+from braidrl.cli.import_config import DECIDE, TRANSLATED, WITHOUT, KeyOutcome, import_config, write_imported
 from braidrl.cli.import_scripts import Shell, arrays_in, assign_array
 from braidrl.cli.importing import rules
 from braidrl.cli.importing.frameworks import FRAMEWORKS
@@ -144,6 +144,81 @@ def test_prime_rls_supervised_files_are_the_recipe_sft(tmp_path: Path) -> None:
         imported(tmp_path, "sft.toml", "a = = 1")
     with pytest.raises(UserError, match="names no model and no data by keys"):
         imported(tmp_path, "other.toml", "[tool]\nname = 1\n")
+
+
+PAIRS = """
+total_train_epochs: 1
+beta: 0.2
+loss_type: LOSS
+actor: {path: m, backend: "fsdp:d2p1t1", optimizer: {lr: 5e-6}}
+train_dataset: {path: org/pairs, type: TYPE, batch_size: 4}
+"""
+
+
+@pytest.mark.parametrize(("kind", "flow"), [("dpo", "dpo"), ("rw", "reward_model"), ("sft", "sft")])
+def test_areals_type_of_data_decides_the_recipe(kind: str, flow: str, tmp_path: Path) -> None:
+    text = PAIRS.replace("TYPE", kind).replace("LOSS", "ipo")
+    config, outcomes = imported(tmp_path, "areal.yaml", text)
+    assert config.flow == flow and config.rollout.samples_per_prompt == (1 if flow == "sft" else 2)
+    assert outcomes["beta"].kind == (TRANSLATED if flow == "dpo" else WITHOUT)
+    assert outcomes["loss_type"].kind == (DECIDE if flow == "dpo" else WITHOUT)
+
+
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    [
+        ("behave_imp_weight_cap: 4.0", {"name": "masked", "low": 0.0, "high": 4.0}),
+        ("rejection_sampling: {metric: ratio, upper: 5.0}", {"name": "masked", "low": 0.0, "high": 5.0}),
+        ("rejection_sampling: {metric: kl, upper: 5.0}", None),
+        ("eps_clip_higher: null", None),
+    ],
+)
+def test_areals_decoupled_weights_have_their_cap_or_are_to_decide(cap: str, expected: Any, tmp_path: Path) -> None:
+    text = f"gconfig: {{n_samples: 4}}\nactor: {{path: m, eps_clip: 0.2, use_decoupled_loss: true, {cap}}}\n"
+    config, outcomes = imported(tmp_path, "areal.yaml", text)
+    assert config.algorithm.get("correction") == expected
+    decided = {key for key in kinds(outcomes, DECIDE) if "imp_weight" in key or "sampling" in key or "decoupled" in key}
+    assert bool(decided) == (expected is None)
+
+
+@pytest.mark.parametrize("delimiter", ["-d ''", "-r -d ''", '-r -d ""'])
+def test_arguments_that_read_takes_from_a_here_document_are_those_of_the_command(
+    delimiter: str, tmp_path: Path
+) -> None:
+    text = (
+        f"set -x\nread {delimiter} training_commands <<EOF\nopenrlhf.cli.train_rm \\\n   --pretrain m \\\n"
+        '   --dataset "org/pairs" \\\n   --learning_rate 9e-6 --train_batch_size 16\nEOF\n     # --use_wandb x\n'
+        "if [[ ${1} != slurm ]]; then\n    deepspeed --module $training_commands\nfi\n"
+    )
+    config, outcomes = imported(tmp_path, "rm.sh", text)
+    assert (config.flow, config.trainer.learning_rate, config.trainer.prompts_per_step) == ("reward_model", 9e-6, 16)
+    assert str(config.data.train[0].path) == "org/pairs" and "use_wandb" not in outcomes
+    assert config.data.train[0].prompt_field == "prompt", "OpenRLHF's pairs have no field of prompts by default"
+
+
+@pytest.mark.parametrize("script", ["slime", "verl"])
+def test_a_model_whose_folder_the_script_alone_knows_is_to_be_written(script: str, tmp_path: Path) -> None:
+    commands = {
+        "slime": "python3 train.py --hf-checkpoint ${BASE}/m --loss-type sft_loss --prompt-data a.jsonl --lr 1e-5",
+        "verl": "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=$BASE/m data.train_files=a.parquet",
+    }
+    (tmp_path / "run.sh").write_text(commands[script])
+    tree, outcomes = import_config(tmp_path / "run.sh")
+    key = {"slime": "hf_checkpoint", "verl": "actor_rollout_ref.model.path"}[script]
+    assert "model" not in tree and outcomes[key].kind == DECIDE and "write the value" in outcomes[key].text
+    assert "'model' is not set" in list(write_imported(tmp_path / "run.sh", tmp_path / "braid.yaml"))[-1]
+    if script == "slime":
+        assert tree["flow"] == "sft" and "chat_template" not in tree["data"]
+
+
+def test_a_script_of_trls_asynchronous_trainer_keeps_its_settings(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer\n"
+        "AsyncGRPOTrainer(model='m', args=AsyncGRPOConfig(max_steps=9, num_generations=4, max_staleness=3))\n"
+    )
+    tree, outcomes = import_config(tmp_path / "run.py")
+    assert (tree["flow"], tree["trainer"]["steps"], tree["rollout"]["samples_per_prompt"]) == ("grpo", 9, 4)
+    assert {"runtime", "max_staleness"} <= kinds(outcomes, DECIDE)
 
 
 def test_openrlhfs_dotted_arguments_mean_what_the_flat_ones_do(tmp_path: Path) -> None:

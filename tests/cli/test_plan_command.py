@@ -376,17 +376,33 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1536,
         "vocab_size": 151936,
     },
+    "30b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "vocab_size": 151936,
+    },
+    "dense-last": {"mlp_only_layers": [1], "norm_topk_prob": True},
     "dense-between": {"decoder_sparse_step": 2},
     "dense-first": {"mlp_only_layers": [0], "output_router_logits": True},
 }
-"""Settings of mixtures: the sizes of a Qwen3-235B-A3B, and models of which some layers are dense."""
+"""Settings of mixtures: the sizes of Qwen3-235B-A22B and Qwen3-30B-A3B, and models of which some layers are dense."""
 
 
 @pytest.mark.parametrize(
     ("size", "devices", "engine"),
     [
-        ("dense-between", "2x8xH100-80GB", "embedded"),
-        ("dense-first", "2x8xH100-80GB", "vllm"),
+        ("dense-between", "1x4xH100-80GB", "embedded"),
+        ("dense-first", "1x4xH100-80GB", "vllm"),
+        ("dense-last", "1x4xA100-80GB", "embedded"),
+        slow("30b", "2x4xH100-80GB", "vllm"),
+        slow("dense-between", "2x8xH100-80GB", "embedded"),
         slow("235b", "8x8xH100-80GB", "vllm"),
         slow("235b", "64x8xH100-80GB", "vllm"),
     ],

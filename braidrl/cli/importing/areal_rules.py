@@ -26,9 +26,23 @@ def group_norm(imported: Imported, value: Any, to: str) -> Any:
     return imported.together.append("flow")
 
 
+AREAL_FLOWS = {"dpo": "dpo", "rw": "reward_model"}
+"""Recipes of pairs, by the type of a data set."""
+
+
 def behaviour_cap(imported: Imported, value: Any, to: str) -> Any:
     """Return weights that leave out tokens whose weight is beyond a cap."""
+    if imported.get("actor.rejection_sampling.metric", default="ratio") != "ratio":
+        return Decide("algorithm.correction: masked or truncated, by token or row")
     return {"name": "masked", "low": 0.0, "high": float(value)} if imported.get("actor.use_decoupled_loss") else None
+
+
+def decoupled(imported: Imported, value: Any, to: str) -> Any:
+    """Return nothing if a cap sets the correction of the engine's log-probs; otherwise ask for one."""
+    if value is not True:
+        return None
+    caps = ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap", "actor.rejection_sampling.upper")
+    return imported.together.append(to) if imported.get(*caps) else Decide(f"{to}: the weights have no cap; write one")
 
 
 def areal_minibatches(imported: Imported, value: Any, to: str) -> int:
@@ -96,8 +110,8 @@ def areal_wandb(imported: Imported, value: Any, to: str) -> Any:
 
 def finish_areal(imported: Imported) -> None:
     loss_alone(imported)
-    if imported.flow == "sft":
-        imported.converted["rollout.samples_per_prompt"] = 1
+    if imported.flow in ("sft", *AREAL_FLOWS.values()):
+        imported.converted["rollout.samples_per_prompt"] = 1 if imported.flow == "sft" else 2
     elif "reward.verify" not in imported.converted:
         imported.converted["reward.verify"] = "math"
         imported.advice["reward.verify"] = (
@@ -114,6 +128,7 @@ AREAL_RULES: dict[str, Rule] = {
     "areal_wandb": areal_wandb,
     "allocation": allocation,
     "behaviour_cap": behaviour_cap,
+    "decoupled": decoupled,
     "group_norm": group_norm,
     "offpolicyness": offpolicyness,
 }

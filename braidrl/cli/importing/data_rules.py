@@ -118,6 +118,8 @@ def verified(imported: Imported, entry: Any) -> list[Any]:
     by_verifier: dict[str | None, list[str]] = {}
     for name in counts:
         by_verifier.setdefault(verifier_of(name), []).append(name)
+    said = [f"{verifier} for rows of {', '.join(names)}" for verifier, names in by_verifier.items() if verifier]
+    imported.chosen |= {"data_source": "; ".join(["reward.verify", *said])} if said else {}
     if unknown := by_verifier.pop(None, []):
         imported.advice["data_source"] = (
             f"verl has no function for rows of {', '.join(unknown)}; name a verifier for them"

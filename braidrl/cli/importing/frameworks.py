@@ -13,7 +13,7 @@ from typing import Any
 
 from braidrl.cli.import_scripts import COMMAND_LINE
 from braidrl.cli.importing.algorithm_rules import loss_alone
-from braidrl.cli.importing.areal_rules import finish_areal
+from braidrl.cli.importing.areal_rules import AREAL_FLOWS, finish_areal
 from braidrl.cli.importing.data_rules import reward_model, rewards_by_source, solution_column
 from braidrl.cli.importing.device_rules import workers
 from braidrl.cli.importing.imported import Imported
@@ -94,7 +94,15 @@ def openrlhf_flow(keys: Mapping[str, Any]) -> str:
     return named or OPENRLHF_FLOWS.get(str(keys.get("advantage_estimator", "gae")), "grpo")
 
 
+def slime_flow(keys: Mapping[str, Any]) -> str:
+    if keys.get("loss_type") == "sft_loss":
+        return "sft"
+    return SLIME_FLOWS.get(str(keys.get("advantage_estimator", "grpo")), "grpo")
+
+
 def areal_flow(keys: Mapping[str, Any]) -> str:
+    if (of_pairs := AREAL_FLOWS.get(str(keys.get("train_dataset.type")))) is not None:
+        return of_pairs
     if "gconfig.n_samples" not in keys and "actor.eps_clip" not in keys:
         return "sft"
     if any(key.startswith("critic.") for key in keys):
@@ -123,6 +131,10 @@ def finish_verl(imported: Imported) -> None:
 def finish_trl(imported: Imported) -> None:
     trl_batch(imported)
     solution_column(imported)
+    if "async" in str(imported.source_keys.get(COMMAND_LINE)):
+        imported.advice["runtime"] = (
+            "AsyncGRPOTrainer generates beside training: runtime=streaming and trainer.max_staleness"
+        )
     if COMMAND_LINE not in imported.source_keys and imported.flow not in ("grpo", "rloo"):
         imported.advice["flow"] = f"{imported.flow} is a guess: a YAML file of TRL does not name its trainer"
     loss_alone(imported)
@@ -152,7 +164,7 @@ FRAMEWORKS = {
             "slime",
             re.compile(r"(?:^|/)train(?:_async)?\.py$"),
             starts=lambda words, at: not any("launcher" in word for word in words[:at]),
-            flow=lambda given: SLIME_FLOWS.get(str(given.get("advantage_estimator", "grpo")), "grpo"),
+            flow=slime_flow,
         ),
         Framework(
             "prime-rl",

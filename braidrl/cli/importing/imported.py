@@ -31,6 +31,8 @@ class Imported:
     """Keys of Braid made from several keys, by the row of another key or at the end."""
     advice: dict[str, str] = field(default_factory=dict)
     """Decisions about keys for the user, in addition to those that their rules return."""
+    chosen: dict[str, str] = field(default_factory=dict)
+    """Braid's settings that follow from the data, by the column that decides."""
     moved: dict[str, str] = field(default_factory=dict)
     """Braid's keys whose values became settings of another key, by the key."""
     dropped: dict[str, str] = field(default_factory=dict)

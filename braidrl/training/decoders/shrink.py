@@ -381,7 +381,8 @@ def _layers(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> 
         for key, value in settings.items()
         if isinstance(value, list) and len(value) == total and total > 2 and key not in ("hybrid_layer_ids",)
     }
-    layers = _kept_layers(kinds, total, settings)
+    is_sparse = _sparse_layers(settings, total)
+    layers = _kept_layers({**kinds, "sparse": is_sparse} if is_sparse else kinds, total, settings)
     for key, value in kinds.items():
         shrunk[key] = [value[number] for number in layers]
     if isinstance(settings.get("per_layer_config"), dict):
@@ -400,12 +401,26 @@ def _layers(shrunk: dict[str, Any], settings: dict[str, Any], sizes: _Sizes) -> 
             shrunk[key] = len(layers)
     for key, value in _numbered(settings, total).items() if total > len(layers) else ():
         shrunk[key] = [layers.index(number) for number in value if number in layers] or [len(layers) - 1]
+    if is_sparse:
+        dense = [new for new, number in enumerate(layers) if not is_sparse[number]]
+        shrunk |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     if isinstance(settings.get("moe_layer_end_index"), int):
         shrunk["moe_layer_end_index"] = len(layers) - 1
     if shared := settings.get("num_kv_shared_layers"):
         shrunk["num_kv_shared_layers"] = sum(number >= total - shared for number in layers)
     if isinstance(settings.get("max_window_layers"), int):
         shrunk["max_window_layers"] = min(settings["max_window_layers"], len(layers) - 1)
+
+
+def _sparse_layers(settings: dict[str, Any], total: int) -> list[bool]:
+    """Return whether each layer has experts, for a type that lists its dense layers and their interval.
+
+    [] for other types.
+    """
+    listed, step = settings.get("mlp_only_layers"), settings.get("decoder_sparse_step")
+    if not (isinstance(listed, list) and isinstance(step, int) and step > 0):
+        return []
+    return [number not in listed and (number + 1) % step == 0 for number in range(total)]
 
 
 def _numbered(settings: dict[str, Any], total: int) -> dict[str, list[int]]:

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.requests import Request, SamplingParams
+from braidrl.errors import UserError
+from braidrl.runtimes.prepare.setup import prepare
 from braidrl.training import acceptance
 from braidrl.training.compute.packed import families_of, pack
 from braidrl.training.compute.rope_lengths import RopeLengths, most_positions
@@ -21,6 +23,7 @@ from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.proof import Twin, decoding_finding, packed_findings, packed_log_probs, quietly
 from tests.cases import soak_but
 from tests.engines.tiny import END, make_tokenizer
+from tests.tiny import TOKENIZER, Workshop
 from tests.training.compute.test_shared_prompts import rows_of
 
 LENGTH = 12
@@ -168,3 +171,37 @@ def test_longest_row_is_what_the_rope_scales_positions_to() -> None:
     assert most_positions({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default"}}) == 4096
     assert most_positions({"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 2.0}}) == 8192
     assert most_positions({"n_positions": 1024}) is None
+
+
+SCALED = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+BEYOND: dict[str, dict[str, Any]] = {
+    "qwen2": {"max_position_embeddings": 16, "rope_scaling": SCALED},
+    "qwen3": {"max_position_embeddings": 16, "rope_scaling": {**SCALED, "rope_type": "yarn", "beta_fast": 16.0}},
+    "mistral": {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **SCALED}},
+    "llama": {"max_position_embeddings": 16, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+}
+"""Ropes in the forms of model cards, for rows beyond the positions that the model was trained with."""
+
+
+@pytest.mark.parametrize("name", BEYOND)
+@torch.no_grad()
+def test_rows_as_long_as_the_rope_reaches_pass_the_checks_and_equal_transformers(name: str, workshop: Workshop) -> None:
+    with quietly():
+        made = AutoConfig.for_model(name, **(SIZES | BEYOND[name]))
+        made.save_pretrained(workshop.folder / "model")
+        TOKENIZER.save_pretrained(workshop.folder / "model")
+        rows = [torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(length)) for length in (9, 60)]
+        torch.manual_seed(0)
+        theirs: Any = AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
+        ours: Any = AutoModelForCausalLM.from_config(deepcopy(made), attn_implementation=PACKED.attention).eval()
+    ours.load_state_dict(theirs.state_dict())
+    use_plan(ours, PACKED)
+    for row, packed in zip(rows, packed_log_probs(ours, rows), strict=True):
+        logits = deepcopy(theirs)(input_ids=row[None], use_cache=False).logits[0, :-1]
+        torch.testing.assert_close(packed, of_tokens(logits.log_softmax(-1), row), atol=1e-5, rtol=0)
+    prompts, responses = {"max_prompt_tokens": 8}, {"max_response_tokens": 56}
+    prepare(workshop.config(model=str(workshop.folder / "model"), data=prompts, rollout=responses))
+    with pytest.raises(UserError, match="max_position_embeddings 64"):
+        prepare(
+            workshop.config(model=str(workshop.folder / "model"), data=prompts, rollout={"max_response_tokens": 99})
+        )

@@ -26,9 +26,11 @@ from tests.training.decoders.families import FLOWS, write_family, write_pairs
 
 WRAPPED = {
     "gemma3": "Gemma3ForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
 }
 """Types whose models also see, with the class that the hub's folders name."""
 SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
@@ -54,26 +56,27 @@ def write_wrapped(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", soak_but(["qwen3_5"], WRAPPED))
-def test_wrapped_model_trains_as_text_and_checkpoint_keeps_all_tensors(tmp_path: Path, kind: str) -> None:
+SUPERVISED = [("sft", kind) for kind in WRAPPED]
+
+
+@pytest.mark.parametrize(
+    ("flow", "kind"), soak_but([*SUPERVISED, ("grpo", "qwen3_5")], [*SUPERVISED, *(("grpo", kind) for kind in WRAPPED)])
+)
+def test_wrapped_model_trains_as_text_and_checkpoint_keeps_all_tensors(tmp_path: Path, flow: str, kind: str) -> None:
     folder = write_wrapped(tmp_path / "model", kind)
     file = folder / "model.safetensors"
     # Layers that predict several tokens, which transformers does not load.
     before = {**load_file(file), "mtp.fc.weight": torch.randn(3, 2), "mtp.layers.0.norm.weight": torch.ones(2)}
     save_file(before, file, {"format": "pt"})
     shop = Workshop(tmp_path, folder, write_pairs(tmp_path / "pairs.jsonl"))
-    for flow in ("sft", "grpo"):
-        run = shop.run(flow, **merged(FLOWS[flow], {"trainer": {"steps": 1}}))
-        after = load_file(run / "checkpoints" / "step-1" / "actor" / "model.safetensors")
-        assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
-        changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-        assert changed and not any(
-            part in name for name in changed for part in ("vision", "visual", "projector", "mtp")
-        )
-        settings = [
-            json.loads((each / "config.json").read_text()) for each in (folder, run / "checkpoints/step-1/actor")
-        ]
-        assert settings[0]["architectures"] == settings[1]["architectures"] and "vision_config" in settings[1]
+    run = shop.run(flow, **merged(FLOWS[flow], {"trainer": {"steps": 1}}))
+    checkpoint = run / "checkpoints" / "step-1" / "actor"
+    after = load_file(checkpoint / "model.safetensors")
+    assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed and not any(part in name for name in changed for part in ("vision", "visual", "projector", "mtp"))
+    settings = [json.loads((each / "config.json").read_text()) for each in (folder, checkpoint)]
+    assert settings[0]["architectures"] == settings[1]["architectures"] and "vision_config" in settings[1]
 
 
 @pytest.mark.parametrize("kind", ["bart", "marian", "pegasus"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from braidrl.training import acceptance
 from braidrl.training.acceptance import AXES, MEASURES, accept
@@ -306,3 +306,66 @@ def test_a_twin_keeps_an_output_layer_that_is_narrower_than_the_embedding() -> N
         twin = Twin(config_of("inkling2_text"))
         logits = twin.reference(input_ids=twin.rows[0][None], use_cache=False).logits
     assert logits.shape[-1] < twin.config.vocab_size and int(torch.cat(twin.rows).max()) < logits.shape[-1]
+
+
+MIXED = {
+    "qwen2_moe": {"decoder_sparse_step": 4, "mlp_only_layers": [3], "output_router_logits": True},
+    "qwen3_moe": {"mlp_only_layers": [0, 1], "num_hidden_layers": 6},
+    "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3], "decoder_sparse_step": 1},
+    "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "num_hidden_layers": 4},
+    "glm4_moe": {"first_k_dense_replace": 3},
+}
+"""Mixtures of which some layers are dense."""
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_the_twin_of_a_mixture_with_dense_layers_has_both_and_trains(name: str) -> None:
+    with quietly():
+        twin = Twin(config_of(name, **MIXED[name]))
+        plan, findings = find_plan(twin)
+    layers = [set(dict(layer.named_modules())) for layer in twin.reference.model.layers]
+    assert {"mlp.experts" in modules for modules in layers} == {True, False}
+    assert plan == PLANS.get(name, PACKED) and all(finding.holds for finding in findings)
+
+
+class BlocksConfig(LlamaConfig):
+    model_type = "blocks_of_a_test"
+    attention_block: int = 4096
+    attention_span: int = 4096
+    segment_len: int = 4096
+    """Positions of a block; the least of the three counts."""
+
+
+class BlocksModel(LlamaModel):
+    """A decoder whose tokens see, beside attention, the mean of the block of positions before theirs."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None, **more: Any) -> Any:
+        settings = self.config
+        size = min(settings.attention_block, settings.attention_span, settings.segment_len)
+        states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        blocks = states.split(size, dim=1)
+        before = [torch.zeros_like(blocks[0]), *(block.mean(1, keepdim=True).expand_as(block) for block in blocks[:-1])]
+        states = states + torch.cat(before, dim=1)[:, : states.shape[1]]
+        return super().forward(inputs_embeds=states, position_ids=position_ids, **more)
+
+
+class BlocksForCausalLM(LlamaForCausalLM):
+    config_class = BlocksConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = BlocksModel(config)
+
+
+AutoConfig.register(BlocksConfig.model_type, BlocksConfig)
+AutoModelForCausalLM.register(BlocksConfig, BlocksForCausalLM)
+
+
+@pytest.mark.parametrize("name", ["attention_block", "attention_span", "segment_len"])
+def test_blocks_of_positions_that_end_before_a_row_does_are_seen(name: str) -> None:
+    config = BlocksConfig(**{name: 128})
+    with quietly():
+        findings = packed_findings(twin := Twin(config), twin.model(PACKED))
+        plan, by_rows = find_plan(twin)
+    assert findings[0].name == LOG_PROBS and not findings[0].holds
+    assert plan == ForwardPlan(by_rows=True) and all(finding.holds for finding in by_rows)
