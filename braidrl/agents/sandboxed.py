@@ -148,6 +148,9 @@ class EnvironmentHosts:
             host = self._hosts[name]
         if failure := host.load(None):
             host.kill()
+            if failure["failure"] == UserError.__name__:  # a message that already has its remedy
+                detail = str(failure["detail"]).removeprefix("rollout.environment: ")
+                raise UserError(f"rollout.environment, in its sandbox: {detail}")
             reason = f"{failure['failure']}: {failure['detail']}"
             raise UserError(
                 f"rollout.environment: {relative_name} cannot be imported in its sandbox ({reason}); name "

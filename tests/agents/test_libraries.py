@@ -189,3 +189,12 @@ def test_an_environment_is_named_by_its_library_or_as_a_name(tmp_path: Path) -> 
         assert (loaded.name, loaded.timeout_s) == (f"agent:{tmp_path / 'mine.py'}:solve", 5.0)
     with pytest.raises(UserError, match="gem and mcp each name"):
         load_config(written, ["rollout.environment={gem: a, mcp: b}"])
+
+
+def test_a_mistake_in_the_settings_is_told_in_its_own_words_from_the_sandbox(tmp_path: Path) -> None:
+    (tmp_path / "board.py").write_text("class Board:\n    pass\n")
+    hosts = EnvironmentHosts(EnvironmentConfig(name=f"{tmp_path}/board.py:Bord", sandbox="process"))
+    with pytest.raises(UserError, match="Did you mean 'Board'") as failed:
+        hosts.find(f"{tmp_path}/board.py:Bord")
+    hosts.close()
+    assert "sandbox=none" not in str(failed.value), "the sandbox is not the reason"
