@@ -302,8 +302,11 @@ class Reading:
         if self.pairs:
             fields = (source.chosen_field, source.rejected_field)
             if find(record, source.prompt_field) is ABSENT and (before := self._conversation(record)):
+                fields += tuple(name for name in CONVERSATIONS if record.get(name) is before)
                 record = {**record, source.prompt_field: before}
             prompt, response, rejected = pair_of(source, record, where)
+            if not (has_trained_turn(response) and has_trained_turn(rejected)):
+                raise LeftOut("the weights of its messages leave a response of the pair without a turn to train on")
         elif self.responses:
             # The configured field, otherwise a common one of supervised data sets.
             field = source.response_field
@@ -436,6 +439,11 @@ def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, R
             )
         return chosen[:end], chosen[end:], rejected[end:]
     return prompt_of(source, record, where), chosen, rejected
+
+
+def has_trained_turn(response: Response) -> bool:
+    """Return False for messages without an answer that is trained on."""
+    return isinstance(response, str) or any(is_answer(message) and is_trained(message) for message in response)
 
 
 def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:

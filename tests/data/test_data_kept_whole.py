@@ -147,6 +147,27 @@ def test_weights_that_leave_nothing_or_are_fractions_are_named(write_jsonl: Writ
         load(write_jsonl([{"messages": [user(), answer(loss=0.5)]}]), CHATML)
 
 
+@pytest.mark.parametrize("form", ["beside a prompt", "conversations", "rejected"])
+def test_a_pair_whose_weights_leave_a_response_untrained_is_left_out(form: str, write_jsonl: Write) -> None:
+    chosen, rejected = [answer("x", weight=0)], [answer("y")]
+    left: dict[str, Any] = {
+        "beside a prompt": {"prompt": [user()], "chosen": chosen, "rejected": rejected},
+        "conversations": {"chosen": [user(), *chosen], "rejected": [user(), *rejected]},
+        "rejected": {"prompt": "q", "chosen": "x", "rejected": [answer("y", train=False)]},
+    }
+    kept = {"prompt": "q", "chosen": "x", "rejected": "y"}
+    source = load(write_jsonl([kept, left[form]]), CHATML, pairs=True)
+    assert len(source) == 1 and "1 records left out because the weights" in source.report()
+
+
+def test_a_conversation_beside_a_pair_is_its_prompt_and_no_unread_column(write_jsonl: Write) -> None:
+    sides = {"chosen": {"from": "gpt", "value": "x"}, "rejected": {"from": "gpt", "value": "y"}}
+    path = write_jsonl([{"conversations": [{"from": "human", "value": "q"}], **sides, "id": 3}])
+    source = load(path, CHATML, pairs=True)
+    assert trained(source)[0].startswith("<|im_start|>user\nq<|im_end|>")
+    assert source.report().endswith("not trained on: id")
+
+
 SHAREGPT = [
     {"from": "human", "value": "2+3?"},
     {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
