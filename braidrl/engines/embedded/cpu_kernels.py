@@ -3,13 +3,14 @@
 Shapes: B tokens in the step, R rows, W width, H query heads, K key heads, D head width, V vocabulary.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from braidrl.data.token_columns import LOG_PROBS
-from braidrl.engines.embedded.slot_states import DRAWS, SlotStates
+from braidrl.engines.embedded.slot_states import DRAWS, Pass, SlotStates
 from braidrl.native.building import address
 
 BLOCK = 128
@@ -94,14 +95,7 @@ class Kernels:
         return out
 
     def keep(
-        self,
-        read: Tensor,
-        starts: Tensor,
-        slots: Tensor,
-        drawn: Tensor,
-        log_probs: Tensor,
-        draws: Tensor | None,
-        states: SlotStates,
+        self, read: Pass, tokens: Tensor, drawn: Tensor, values: Mapping[str, Tensor], states: SlotStates
     ) -> tuple[Tensor, Tensor]:
         """Append the drawn tokens of a step to its rows' states, up to the first wrong guess; return the masks of kept
         tokens (B,) and ended rows (R,).
@@ -109,23 +103,24 @@ class Kernels:
         Mark which tokens (B,) count, and which rows (R,) have ended.
 
         Args:
-            read: (B,), tokens starts[r] to starts[r + 1] are the current token of row r and guesses of its next ones.
-            starts: (R + 1,).
-            slots: (R,), the rows' slots.
+            read: Which tokens of the step are the current one of a row, and which are guesses of its next ones.
+            tokens: (B,), the tokens that were read.
             drawn: (B,), the token that was drawn behind each.
-            log_probs: (B,) float32, of `drawn`.
-            draws: (B, 3) float32, how they were drawn, for states that hold draws.
+            values: The columns of `drawn`, with those of `draw` or, if they were drawn otherwise, log-probs alone.
             states: All slots' states; columns other than log-probs and draws are unchanged.
         """
-        kept, ended = torch.zeros(len(read), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
-        slot_log_probs = states.per_token[LOG_PROBS]
+        kept, ended = torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(read.slots), dtype=torch.bool)
+        slot_log_probs, slot_draws = states.per_token[LOG_PROBS], states.per_token.get(DRAWS)
+        draws = None
+        if slot_draws is not None:
+            draws = values[DRAWS] if DRAWS in values else torch.zeros(len(tokens), 3)
         self._functions.keep(
-            *(address(integers, torch.int64) for integers in (read, starts, slots, drawn)),
-            address(log_probs, torch.float32),
+            *(address(integers, torch.int64) for integers in (tokens, read.starts, read.slots, drawn)),
+            address(values[LOG_PROBS], torch.float32),
             None if draws is None else address(draws, torch.float32),
             address(states.tokens, torch.int64),
             address(slot_log_probs, torch.float32),
-            None if draws is None else address(states.per_token[DRAWS], torch.float32),
+            None if slot_draws is None else address(slot_draws, torch.float32),
             *(
                 address(integers, torch.int64)
                 for integers in (states.current, states.position, states.drawn, states.limit)
@@ -133,7 +128,7 @@ class Kernels:
             address(states.stop_token_ids, torch.int64),
             address(kept, torch.bool),
             address(ended, torch.bool),
-            len(slots),
+            len(read.slots),
             states.tokens.shape[1],
             states.stop_token_ids.shape[1],
         )
@@ -141,9 +136,9 @@ class Kernels:
 
     def draw(
         self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw tokens (B,) from logits (B, V) by `uniforms` (B,) float64, or the likeliest; return them with log-probs
-        (B,) float32, and the draws (B, 3) float32, see DRAWS.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Draw tokens (B,) from logits (B, V) by `uniforms` (B,) float64, or the likeliest; return them with their
+        columns, log-probs and DRAWS, float32.
         """
         rows, vocabulary = logits.shape
         temperatures = torch.ones(rows, dtype=torch.float64) if temperatures is None else temperatures
@@ -163,4 +158,4 @@ class Kernels:
             vocabulary,
             torch.get_num_threads(),
         )
-        return tokens, log_probs, draws
+        return tokens, {LOG_PROBS: log_probs, DRAWS: draws}

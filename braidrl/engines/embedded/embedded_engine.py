@@ -131,8 +131,7 @@ class EmbeddedEngine(SteppingEngine):
         self._log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
         self._rows: dict[int, EngineRow] = {}
         """The row in each slot that has one."""
-        self._positions = self._steps = 0
-        self._is_decoding = False
+        self._positions, self._steps, self._is_decoding = 0, 0, False
         # Sharded layers multiply with torch.
         self._multiple = (
             self._native.row_multiple if self._native is not None and ranks.slices is None else ROW_MULTIPLE
@@ -340,9 +339,8 @@ class EmbeddedEngine(SteppingEngine):
         drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
         if routing is not None:
             self._add_routes(values, routing, len(tokens))
-        log_probs, draws = values[LOG_PROBS], values.pop(DRAWS, None)
-        is_kept, ended = native.kernels.keep(tokens, read.starts, read.slots, drawn, log_probs, draws, states)
-        for name in values.keys() - {LOG_PROBS}:
+        is_kept, ended = native.kernels.keep(read, tokens, drawn, values, states)
+        for name in values.keys() - {LOG_PROBS, DRAWS}:
             states.per_token[name][slots[is_kept], numbers[is_kept]] = values[name][is_kept]
         count = int(is_kept.sum())
         self.tokens_generated += count
@@ -360,28 +358,23 @@ class EmbeddedEngine(SteppingEngine):
 
     def _drawn(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, dict[str, Tensor]]:
         """Draw tokens (N,) from logits (N, V), which are overwritten; return them with their columns, (N, ...) each."""
-        pipeline, columns = self._pipeline, self._computed
-        last = 0 if pipeline is None else pipeline.size() - 1
-        if pipeline is not None and pipeline.rank() < last:
+        pipeline, columns, values = self._pipeline, self._computed, dict[str, Tensor]()
+        names = LOG_PROBS, *(column.name for column in columns)
+        if pipeline is not None and pipeline.rank() < pipeline.size() - 1:
             tokens = torch.empty_like(uniforms, dtype=torch.int64)
-            names = (LOG_PROBS, *(column.name for column in columns))
             held = {name: self._states.per_token[name] for name in names}
             values = {name: store.new_empty((len(tokens), *store.shape[2:])) for name, store in held.items()}
         else:
             # Drawing overwrites the logits.
             distribution = scaled(logits.clone(), sampling) if columns else logits
-            draws = torch.zeros(len(uniforms), 3)
             if self._native and sampling.top_k is None and sampling.top_p is None:
-                temperature, greedy = sampling.temperature, sampling.greedy
-                tokens, log_probs, draws = self._native.kernels.draw(logits, temperature, greedy, uniforms)
+                tokens, values = self._native.kernels.draw(logits, sampling.temperature, sampling.greedy, uniforms)
             else:
-                tokens, log_probs = sample(logits, sampling, uniforms)
-            values = {LOG_PROBS: log_probs, **computed_columns(columns, distribution, tokens)}
-            if self.speculation is not None:
-                values[DRAWS] = draws
+                tokens, values[LOG_PROBS] = sample(logits, sampling, uniforms)
+            values |= computed_columns(columns, distribution, tokens)
         if pipeline is not None:
-            for drawn in (tokens, *values.values()):
-                dist.broadcast(drawn, group=pipeline, group_src=last)
+            for drawn in (tokens, *(values[name] for name in names)):
+                dist.broadcast(drawn, group=pipeline, group_src=pipeline.size() - 1)
         return tokens, values
 
     def _add_routes(self, values: dict[str, Tensor], routing: Routing, count: int) -> None:
@@ -414,12 +407,10 @@ class EmbeddedEngine(SteppingEngine):
         self._cohorts.end(slots)
         rows = [self._rows.pop(slot) for slot in slots]
         self._has_changed = True
-        if self.speculation is not None:
-            for number, (slot, row) in enumerate(zip(slots, rows, strict=True)):
-                count = drawn[number]
-                self.speculation.end(slot, row.request, tokens[number, :count], values[DRAWS][number, :count], aborted)
         ended = []
-        for number, (row, count) in enumerate(zip(rows, drawn, strict=True)):
+        for number, (slot, row, count) in enumerate(zip(slots, rows, drawn, strict=True)):
+            if self.speculation is not None:
+                self.speculation.end(slot, row.request, tokens[number, :count], values[DRAWS][number, :count], aborted)
             names = [column.name for column in returned_columns(row.request.columns) if column.name in values]
             per_token = {name: values[name][number, :count].clone() for name in names}
             if count and ROUTED_EXPERTS in per_token:

@@ -12,10 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from braidrl.data.rows import FinishReason
+from braidrl.data.token_columns import LOG_PROBS
 from braidrl.engines.embedded import native_decoder as native
 from braidrl.engines.embedded.cpu_kernels import Kernels
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.embedded.native_decoder import native_decoder, side_by_side
+from braidrl.engines.embedded.slot_states import DRAWS
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.native import building
 from braidrl.native.building import build, library
@@ -104,15 +106,16 @@ def test_a_kernels_bits_do_not_depend_on_threads_or_rows() -> None:
     logits = torch.randn(33, 1000) * 4
     temperatures, greedy = torch.rand(33, dtype=torch.float64) + 0.5, torch.arange(33) % 5 == 0
     uniforms = torch.rand(33, dtype=torch.float64)
-    tokens, log_probs, draws = kernels.draw(logits, temperatures, greedy, uniforms)
+    tokens, columns = kernels.draw(logits, temperatures, greedy, uniforms)
+    log_probs = columns[LOG_PROBS]
     for row in (0, 7, 32):
         part = slice(row, row + 1)
         alone = kernels.draw(logits[part].clone(), temperatures[part], greedy[part], uniforms[part])
-        assert int(alone[0]) == int(tokens[row]) and torch.equal(alone[1], log_probs[part])
+        assert int(alone[0]) == int(tokens[row]) and torch.equal(alone[1][LOG_PROBS], log_probs[part])
     expected = (logits / temperatures.float()[:, None]).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
     assert torch.equal(tokens[greedy], logits[greedy].argmax(-1))
-    low, high, number = draws.T
+    low, high, number = columns[DRAWS].T
     assert torch.equal(number, uniforms.float())
     assert bool(((low <= number + 1e-6) & (number < high + 1e-6))[~greedy].all())
     torch.testing.assert_close((high - low)[~greedy], log_probs[~greedy].exp(), rtol=0, atol=1e-5)
@@ -124,7 +127,7 @@ def test_a_uniform_at_either_end_draws_a_token_with_a_weight() -> None:
     logits = torch.full((2, 300), -200.0)
     logits[:, [17, 280]] = 0.0
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    tokens, _, _ = kernels.draw(logits, torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.bool), ends)
+    tokens, _ = kernels.draw(logits, torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.bool), ends)
     assert tokens.tolist() == [17, 280]
 
 
