@@ -165,6 +165,18 @@ def test_areals_type_of_data_decides_the_recipe(kind: str, flow: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("given", "is_decided"),
+    [("", True), ("reward_norm: null", True), ("reward_norm: {mean_level: group, std_level: group}", False)],
+)
+def test_rewards_that_areal_does_not_compare_in_groups_are_to_decide(
+    given: str, is_decided: bool, tmp_path: Path
+) -> None:
+    text = f"gconfig: {{n_samples: 4}}\nactor: {{path: m, eps_clip: 0.2{', ' if given else ''}{given}}}\n"
+    _, outcomes = imported(tmp_path, "areal.yaml", text)
+    assert ("actor.reward_norm" in kinds(outcomes, DECIDE)) == is_decided
+
+
+@pytest.mark.parametrize(
     ("cap", "expected"),
     [
         ("behave_imp_weight_cap: 4.0", {"name": "masked", "low": 0.0, "high": 4.0}),

@@ -110,6 +110,10 @@ def areal_wandb(imported: Imported, value: Any, to: str) -> Any:
 
 def finish_areal(imported: Imported) -> None:
     loss_alone(imported)
+    if imported.flow == "grpo" and not imported.get("actor.reward_norm.mean_level"):
+        imported.advice["actor.reward_norm"] = (
+            "AReaL subtracts no mean of a group without it, and flow=grpo does; a flow of your own has other advantages"
+        )
     if imported.flow in ("sft", *AREAL_FLOWS.values()):
         imported.converted["rollout.samples_per_prompt"] = 1 if imported.flow == "sft" else 2
     elif "reward.verify" not in imported.converted:
