@@ -23,6 +23,8 @@ import torch
 from benchmarks.machine import describe
 from braidrl.config import load_config
 from braidrl.observe.metrics import MEASURED, read_metrics
+from braidrl.observe.recorded_rows import read_rollouts
+from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
 from examples.arithmetic.task import demonstrations, problems, questions, write_jsonl, write_model
@@ -92,6 +94,20 @@ def run(task: list[str], name: str, prompts: int, steps: int, speculation: str) 
     return [line for line in read_metrics(train(load_config(None, overrides))) if line["step"] > 0]
 
 
+def repeated(folder: Path, steps: int) -> list[float]:
+    """Return for each step the share of its drawn tokens that an earlier step has drawn behind the same tokens."""
+    earlier, shares = set[tuple[int, ...]](), list[float]()
+    for step in range(1, steps + 1):
+        rows = read_rollouts(rollout_path(folder, step))
+        prefixes = []
+        for number in range(len(rows)):
+            ids, actions = tuple(rows["tokens"][number].tolist()), rows["action_mask"][number].nonzero().flatten()
+            prefixes += [ids[: place + 1] for place in actions.tolist()]
+        shares.append(sum(prefix in earlier for prefix in prefixes) / len(prefixes))
+        earlier.update(prefixes)
+    return shares
+
+
 def epoch(number: int, plain: dict[str, Any], guessed: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of one epoch. Raises AssertionError if a metric differs that no clock measures."""
     names = [name for name in plain | guessed if not name.startswith(MEASURED)]
@@ -120,12 +136,15 @@ def main() -> None:
             key = f"time/{STAGE}"
             best[way] = [{**new, key: min(old[key], new[key])} for old, new in zip(earlier, lines, strict=True)]
         epochs = [epoch(i + 1, *pair) for i, pair in enumerate(zip(best["off"], best["auto"], strict=True))]
+        for one, share in zip(epochs, repeated(WORK / f"{name}-0-auto", arguments.steps), strict=True):
+            one["repeated"] = share
         rows = f"{arguments.prompts} prompts x 8 samples in {arguments.slots} slots"
         print(f"\n{name}, {arguments.dtype}: {rows}; all other metrics are equal")
-        print("epoch  seconds off  seconds auto  times as fast  passes a token  guesses a token  of them right")
+        heads = "passes a token  guesses a token  of them right  tokens repeated"
+        print(f"epoch  seconds off  seconds auto  times as fast  {heads}")
         for one in epochs:
             ratio = one["seconds_off"] / one["seconds_auto"]
-            shares = [one[share] or 0.0 for share in ("passes", "drafted", "accepted")]
+            shares = [one[share] or 0.0 for share in ("passes", "drafted", "accepted", "repeated")]
             figures = "".join(f"{share:>16.2f}" for share in shares)
             print(f"{one['epoch']:>5} {one['seconds_off']:>12.2f} {one['seconds_auto']:>13.2f} {ratio:>14.2f}{figures}")
         known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
