@@ -30,6 +30,10 @@ transformers.
 """
 
 
+class LoadingFailed(UserError):
+    """Code in a user's file raised while it was loaded."""
+
+
 @dataclass(frozen=True)
 class PluginRegistry:
     """The plug-ins of one kind: built-in ones, and users' ones."""
@@ -236,5 +240,6 @@ def _load_file(path: Path) -> ModuleType:
     except Exception as error:
         # A half-executed module must not be found by the next import.
         del sys.modules[name]
-        raise UserError(f"{path} raised {type(error).__name__} when loaded: {error} ({where_raised(error)})") from error
+        raised = f"{path} raised {type(error).__name__} when loaded: {error} ({where_raised(error)})"
+        raise LoadingFailed(raised) from error
     return module
