@@ -40,7 +40,7 @@ ADDRESSES = "addresses"
 """Folder of the store with a link to the image of each address."""
 KNOWN = 4096
 """Images of which a process remembers size, tokens and grid."""
-NAME_LENGTH, BASE64 = 100, re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
+NAME_LENGTH, BASE64 = 100, re.compile(r"[A-Za-z0-9+/\s]++=*+\s*+")
 """A text longer than this, of these characters alone, is no path but an image in base64."""
 FORMS = ("image", "image_url", "bytes", "url", "path")
 """Keys of an object that is an image, in the order of preference; `base64` is read too."""

@@ -271,6 +271,7 @@ BROKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "no bytes": (lambda: as_uri(b""), "bytes"),
     "missing file": (lambda: "nowhere.png", "nowhere.png"),
     "base64 without data:": (lambda: base64.b64encode(saved(Image.new("RGB", (9, 9)), "BMP")).decode(), "as `data:"),
+    "a long name of spaces": (lambda: "a" + 10**6 * " " + "!", "cannot be read"),
     "base64 garbage": (lambda: "data:image/png;base64,@@@@", "base64"),
     "PDF": (lambda: as_uri(b"%PDF-1.7\n1 0 obj"), "PNG"),
     "address": (lambda: "https://example.org/a.png", "download"),
