@@ -19,9 +19,9 @@ import numpy as np
 
 from braidrl.algorithms.random import hashed, uniform
 from braidrl.config import Config, CurriculumConfig
+from braidrl.data.fields import ABSENT, find
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import FinishReason, Rows
-from braidrl.data.sources import ABSENT, find
 from braidrl.deferred import torch
 from braidrl.errors import UserError, users_errors
 from braidrl.importing import PluginRegistry

@@ -22,9 +22,22 @@ from typing import Any
 
 from braidrl.config import SourceConfig
 from braidrl.config.paths import check_source
-from braidrl.data.chat import TRAINED, is_trained, template_arguments, tools_of
-from braidrl.data.conversations import ROLES, Prompt, Response, check_messages, check_response, is_answer, messages_in
+from braidrl.data.chat import TRAINED, template_arguments, tools_of
+from braidrl.data.conversations import ROLES, Prompt, Response, is_answer, messages_in
 from braidrl.data.conversions import CONVERSIONS, UNIQUE
+from braidrl.data.fields import (
+    ABSENT,
+    COMPLETION,
+    CONVERSATIONS,
+    SYSTEM,
+    LeftOut,
+    find,
+    find_required,
+    given_response,
+    pair_of,
+    prompt_of,
+    with_system,
+)
 from braidrl.data.images import (
     IMAGE,
     MARK,
@@ -51,18 +64,12 @@ from braidrl.data.records import (
     whole_text,
 )
 from braidrl.data.vision import Vision
-from braidrl.errors import UserError, located, suggest
-from braidrl.parsing import texts_and_numbers
+from braidrl.errors import UserError, located
 
 # verl's files keep the reference answer here.
 GROUND_TRUTH = "reward_model.ground_truth"
-CONVERSATIONS, COMPLETION = ("messages", "conversations"), "completion"
-"""Fields of supervised data sets on the hub in place of `prompt` and `response`."""
-SYSTEM = ("system", "system_prompt")
-"""Fields with the system message of a record, beside its prompt."""
 TEMPLATED = ("prompt_field", "tools_field", "template_field", "response_field", "chosen_field", "rejected_field")
 """Fields of a record that only chat templates see."""
-ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +85,6 @@ class Example:
     tools: list[dict[str, Any]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     """Chat template arguments of this example, in addition to the run's."""
-
-
-class LeftOut(Exception):
-    """The reason to skip a record."""
 
 
 class Reading:
@@ -291,42 +294,47 @@ class Reading:
         rest = messages[len(prompt) :]
         return replace(example, prompt=messages[: len(prompt)], response=rest if response else example.response)
 
+    def _texts(
+        self, record: Record, line: int
+    ) -> tuple[Record, tuple[str, ...], Prompt, Response | None, Response | None]:
+        """Return the record, perhaps with a prompt, the fields of the responses, and the prompt and responses.
+
+        Raises UserError and LeftOut.
+        """
+        source, where = self.source, place(self.source.path, line)
+        if self.pairs:
+            fields: tuple[str, ...] = (source.chosen_field, source.rejected_field)
+            if find(record, source.prompt_field) is ABSENT and (before := self._conversation(record)):
+                fields += tuple(name for name in CONVERSATIONS if record.get(name) is before)
+                record = {**record, source.prompt_field: before}
+            return record, fields, *pair_of(source, record, where)
+        if not self.responses:
+            return record, (), prompt_of(source, record, where), None, None
+        # The configured field, otherwise a common one of supervised data sets.
+        field = source.response_field
+        if "response_field" not in self._named and find(record, field) is ABSENT:
+            usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
+            field = next(usual, field)
+        prompt, response, left = given_response(source, record, field, where)
+        if left:
+            self.notes.setdefault("messages behind the last turn to train on are left out", line)
+        if isinstance(prompt, list) and is_answer(prompt[0]) and source.train_on == "all":
+            self.notes.setdefault("an answer at the start of a conversation belongs to the prompt", line)
+        if record.get("label") is False:
+            self.notes.setdefault(
+                "'label' is false, and the response is trained like any other; `where: {label: true}` of the "
+                "source leaves such records out",
+                line,
+            )
+        return record, (field,), prompt, response, None
+
     def _example(self, record: Record, line: int) -> Example:
         """Make an example from a record of JSON values.
 
         Raises UserError for a missing field or a wrong type, and LeftOut.
         """
         source, where = self.source, place(self.source.path, line)
-        fields: tuple[str, ...] = ()
-        response = rejected = None
-        if self.pairs:
-            fields = (source.chosen_field, source.rejected_field)
-            if find(record, source.prompt_field) is ABSENT and (before := self._conversation(record)):
-                fields += tuple(name for name in CONVERSATIONS if record.get(name) is before)
-                record = {**record, source.prompt_field: before}
-            prompt, response, rejected = pair_of(source, record, where)
-            if not (has_trained_turn(response) and has_trained_turn(rejected)):
-                raise LeftOut("the weights of its messages leave a response of the pair without a turn to train on")
-        elif self.responses:
-            # The configured field, otherwise a common one of supervised data sets.
-            field = source.response_field
-            if "response_field" not in self._named and find(record, field) is ABSENT:
-                usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
-                field = next(usual, field)
-            fields = (field,)
-            prompt, response, left = given_response(source, record, field, where)
-            if left:
-                self.notes.setdefault("messages behind the last turn to train on are left out", line)
-            if isinstance(prompt, list) and is_answer(prompt[0]) and source.train_on == "all":
-                self.notes.setdefault("an answer at the start of a conversation belongs to the prompt", line)
-            if record.get("label") is False:
-                self.notes.setdefault(
-                    "'label' is false, and the response is trained like any other; `where: {label: true}` of the "
-                    "source leaves such records out",
-                    line,
-                )
-        else:
-            prompt = prompt_of(source, record, where)
+        record, fields, prompt, response, rejected = self._texts(record, line)
         with_its_system = with_system(source, record, prompt)
         system, prompt = SYSTEM if with_its_system is not prompt else (), with_its_system
         tools, arguments = find(record, source.tools_field), find(record, source.template_field)
@@ -372,128 +380,6 @@ class Reading:
                 name = next(name for name in TRAINED if message.get(name))
                 self.notes.setdefault(f"{name!r} of a {message['role']}'s message; only assistants' are trained", line)
         return Example(prompt, answer, response, metadata, line, rejected, functions or [], arguments)
-
-
-def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response, int]:
-    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one field; and the
-    number of messages after them.
-
-    A conversation is split before the turns to train on, `all` of the assistant or the `last`, and ends with one of
-    these. Raises UserError if there is no such turn, or no message before it.
-    """
-    response_value = find_required(where, "response", field, record)
-    starts = response_value[0] if isinstance(response_value, list) and response_value else None
-    if isinstance(starts, dict) and not (is_answer(starts) and find(record, source.prompt_field) is not ABSENT):
-        messages, least = check_messages(where, field, response_value), 0
-    elif field in CONVERSATIONS and not isinstance(starts, dict):
-        fault = f"is {kind_of(response_value)}" if starts is None else f"holds {kind_of(starts)}"
-        raise UserError(f"{where}: {field!r} {fault}; write a list of messages {{role, content}}")
-    else:
-        prompt = prompt_of(source, record, where)
-        response = check_response(where, field, response_value)
-        if isinstance(response, str):
-            return prompt, response, 0
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages, least = [*before, *response], len(before)
-    answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
-    # An answer at the start has no prompt, and belongs to the next answer's prompt.
-    if not (answers := [number for number in answers if number]):
-        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
-        raise UserError(
-            f"{where}: {field!r} has no assistant's turn behind a prompt, but the roles {roles}; write at least a "
-            "message of user and one of assistant"
-        )
-    if not (answers := [number for number in answers if is_trained(messages[number])]):
-        raise LeftOut("the weights of its messages leave no turn to train on")
-    start = answers[-1] if source.train_on == "last" else answers[0]
-    end = answers[-1] + 1
-    return messages[:start], messages[start:end], len(messages) - end
-
-
-def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response]:
-    """Return the prompt, the chosen and the rejected response, text or messages.
-
-    If both are complete conversations, or texts of a record without a prompt, their common beginning is the prompt.
-    Raises LeftOut for equal responses, and for conversations that differ before an answer.
-    """
-    fields = {"chosen": source.chosen_field, "rejected": source.rejected_field}
-    chosen, rejected = (
-        check_response(where, field, find_required(where, what, field, record)) for what, field in fields.items()
-    )
-    if chosen == rejected:
-        raise LeftOut("both responses are the same")
-    if isinstance(chosen, list) and isinstance(rejected, list) and not is_answer(chosen[0]):
-        same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
-        if not same or not (is_answer(chosen[same]) and is_answer(rejected[same])):
-            raise LeftOut("the two conversations differ before an assistant's turn")
-        return chosen[:same], chosen[same:], rejected[same:]
-    others = [value for name, value in record.items() if name not in fields.values()]
-    if isinstance(chosen, str) and isinstance(rejected, str) and not any(isinstance(v, str | list) for v in others):
-        both = zip(chosen, rejected, strict=False)
-        same = next((n for n, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
-        # The prompt is the whole words that both begin with.
-        end = max(chosen.rfind(" ", 0, same + 1), chosen.rfind("\n", 0, same + 1))
-        if end <= 0:
-            raise UserError(
-                f"{where}: no field 'prompt' for the prompt, and the two responses begin differently; add the prompt"
-            )
-        return chosen[:end], chosen[end:], rejected[end:]
-    return prompt_of(source, record, where), chosen, rejected
-
-
-def has_trained_turn(response: Response) -> bool:
-    """Return False for messages without an answer that is trained on."""
-    return isinstance(response, str) or any(is_answer(message) and is_trained(message) for message in response)
-
-
-def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:
-    """Return the value at a field. Raises UserError that names the nearest existing field."""
-    value = find(record, field)
-    if value is ABSENT:
-        names = {name for name, _ in texts_and_numbers(record) if find(record, name) is not ABSENT}
-        if field in record:
-            raise UserError(
-                f"{where}: the field {field!r} for the {what} is null. Leave such rows out, or set {what}_field of "
-                "this source."
-            )
-        raise UserError(
-            f"{where}: no field {field!r} for the {what}. {suggest(field, names)} Set {what}_field of this source."
-        )
-    return value
-
-
-def find(record: Mapping[str, Any], field: str) -> Any:
-    """Return the value of a field, in which a dot enters nested fields; ABSENT for a missing or null one."""
-    if field in record:
-        return ABSENT if record[field] is None else record[field]
-    value: Any = record
-    for part in field.split("."):
-        if not isinstance(value, Mapping) or value.get(part) is None:
-            return ABSENT
-        value = value[part]
-    return value
-
-
-def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
-    """Return the prompt. Raises UserError unless it is text or chat messages, and not empty."""
-    field = source.prompt_field
-    prompt = find_required(where, "prompt", field, record)
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if not isinstance(prompt, list) or not prompt:
-        kind = "empty" if prompt in ("", []) else kind_of(prompt)
-        raise UserError(f"{where}: {field!r} is {kind}; write text, or a list of messages {{role, content}}")
-    return check_messages(where, field, prompt)
-
-
-def with_system(source: SourceConfig, record: Record, prompt: Prompt) -> Prompt:
-    """Return a prompt with the record's system message in front; unchanged if it has one or the record none."""
-    others = (record.get(name) for name in SYSTEM if name not in (source.prompt_field, source.answer_field))
-    system = next((text for text in others if isinstance(text, str) and text.strip()), None)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is None or messages[0]["role"] in ("system", "developer"):
-        return prompt
-    return [{"role": "system", "content": system}, *messages]
 
 
 def without_nulls(value: Any) -> Any:

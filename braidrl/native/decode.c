@@ -171,8 +171,8 @@ int attend(const number *projected, const number *query_weight, const number *ke
    `kept` marks the tokens that count, `ended` the rows that reached a stop token or their limit. `draws` are those of `draw`, kept in
    `kept_draws`, or NULL. */
 void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, const int64_t *drawn, const float *log_probs,
-          const float *draws, int64_t *tokens, float *kept_log_probs, float *kept_draws, int64_t *current, int64_t *position, int64_t *counts, const int64_t *limits,
-          const int64_t *stops, uint8_t *kept, uint8_t *ended, int64_t rows, int64_t room, int64_t stop_room) {
+          const float *draws, int64_t *tokens, float *kept_log_probs, float *kept_draws, int64_t *current, int64_t *position,
+          int64_t *counts, const int64_t *limits, const int64_t *stops, uint8_t *kept, uint8_t *ended, int64_t rows, int64_t room, int64_t stop_room) {
     for (int64_t r = 0; r < rows; r++) {
         int64_t slot = slots[r];
         for (int64_t i = starts[r]; i < starts[r + 1]; i++) {
@@ -192,7 +192,7 @@ void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, cons
 
 /* Draws a token for each row by the inverse of the running sum of exp((logit - largest) / temperature), in blocks; `sums` has
    room for every row's blocks. A greedy row takes the likeliest. log_probs are at the row's temperature. `draws` are (rows, 3): the
-   part of [0, 1) of numbers that draw the token, from and to, and the number that did. */
+   ends of the interval in [0, 1) whose numbers draw the token, and the number that did. */
 void draw(const number *logits, const double *temperatures, const uint8_t *greedy, const double *uniforms, int64_t *tokens, float *log_probs,
           float *draws, double *sums, int64_t rows, int64_t vocabulary, int threads) {
     int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;

@@ -1,14 +1,14 @@
 /* Guesses of a row's next tokens from texts that are likely to repeat: what followed the same words before.
 
-   A row draws its token by a random number u in [0, 1) that is known beforehand: the token whose part of [0, 1), as long as its
-   probability, holds u. Where the same words stood before, the parts of the tokens that were drawn there are known as well, so
-   that u says which of them comes next, or that none does.
+   A row draws its token by a random number u in [0, 1) that is known beforehand: each token has an interval in [0, 1), as long as
+   its probability, and the token is drawn whose interval holds u. Where the same words stood before, the intervals of the tokens
+   that were drawn there are known as well, so that u says which of them comes next, or that none does.
 
    A book holds one prompt's texts. For each context of 16, 8, 4, 2 and 1 tokens it has a node for each token that has followed it,
-   with the token's part when it was drawn last, and how often it came.
+   with the token's interval when it was drawn last, and how often it came.
 
-   How often a guess is right is measured in cells: by the context's length, by how far u is from the ends of a known part, or
-   without parts by the token's share of all that came, and by how many came. A cell is two floats: tokens that were right, and all.
+   How often a guess is right is measured in cells: by the context's length, by how far u is from the ends of a known interval,
+   or without intervals by the token's share of all that came, and by how many came. A cell is two floats: tokens that were right, and all.
    The guess is the token of the most reliable cell. */
 #include <stdint.h>
 #include <stdlib.h>
@@ -23,9 +23,9 @@
 #define TOKENS 8     /* that are kept of a context */
 #define KEPT 4096.0f /* tokens after which a cell's numbers are halved, so that the latest count most */
 static const int LENGTHS[ORDERS] = {1, 2, 4, 8, 16};
-static const float NEAR[INSIDE - 1] = {0.003f, 0.01f, 0.03f}; /* distances of u from the ends of a part */
+static const float NEAR[INSIDE - 1] = {0.003f, 0.01f, 0.03f}; /* distances of u from the ends of an interval */
 
-/* `low` to `high` is the token's part of [0, 1); empty if it is not known. */
+/* `low` to `high` is the token's interval; empty if it is not known. */
 typedef struct {
     uint64_t key;
     int32_t token, count;
@@ -37,7 +37,7 @@ typedef struct {
     int64_t room, used;
 } book;
 
-/* How a token was drawn. */
+/* How a token was drawn: its interval, and the number. */
 typedef struct {
     float low, high, uniform;
 } draw;
@@ -62,7 +62,7 @@ static node *node_at(const book *b, uint64_t key) {
     return b->nodes + i;
 }
 
-/* The node of a context's token of this number, in the order in which they came first. */
+/* The node of the token that followed a context first (number 0), second and so on. */
 static node *follower(const book *b, uint64_t context, int number) { return node_at(b, mixed(context + (uint64_t)number)); }
 
 static int has_room(book *b, int64_t more) {
@@ -97,7 +97,7 @@ static int step_of(float distance, int most) {
 /* The cell of the token that is likeliest to follow a context where u is `uniform`, or unknown below 0; NULL if nothing has. */
 static float *cell_of(const book *b, float *cells, int order, uint64_t context, float uniform, int32_t *token) {
     const node *most = NULL, *nearest = NULL;
-    float margin = -2; /* of u from the nearest end, negative outside of the part */
+    float margin = -2; /* of u from the nearest end, negative outside of the interval */
     int total = 0;
     for (int i = 0; i < TOKENS; i++) {
         const node *n = follower(b, context, i);
@@ -115,15 +115,13 @@ static float *cell_of(const book *b, float *cells, int order, uint64_t context, 
     return cells + 2 * ((order * (SHARES + INSIDE + OUTSIDE) + kind) * COUNTS + count);
 }
 
+/* Counts a token that follows a context; where TOKENS others are known, it takes the place of the last one. */
 static void add(book *b, uint64_t context, int32_t token, const draw *drawn) {
-    node *n = NULL;
     int number = 0;
-    for (; number < TOKENS; number++) {
-        n = follower(b, context, number);
-        if (!n->count || n->token == token) break;
-    }
+    node *n = follower(b, context, 0);
+    while (n->count && n->token != token && number + 1 < TOKENS) n = follower(b, context, ++number);
     if (!n->count) b->used++;
-    if (!n->count || n->token != token) *n = (node){mixed(context + (uint64_t)(number < TOKENS ? number : TOKENS - 1)), token, 0, 0, 0};
+    if (!n->count || n->token != token) *n = (node){mixed(context + (uint64_t)number), token, 0, 0, 0};
     n->count++;
     if (drawn && drawn->low < drawn->high) n->low = drawn->low, n->high = drawn->high;
 }
@@ -151,8 +149,8 @@ int read_text(book *b, float *cells, const int64_t *before, const int64_t *text,
 
 /* Reads what each of `rows` rows has drawn since the last call, then guesses up to most[r] next tokens: drafts and the probability
    that all tokens up to each are right, (rows, longest), 0 from the first one that is less likely than `least`. Row r is slot
-   slots[r], and `uniforms` (rows, longest) are the numbers by which it will draw, negative if it draws otherwise; before is (slots,
-   DEPTH), tokens and draws (slots, room), read and count are (slots). Returns 0 without memory. */
+   slots[r], and `uniforms` (rows, longest) are the numbers by which it will draw; before is (slots, DEPTH), tokens and draws are
+   (slots, room), read and count are (slots). Returns 0 without memory. */
 int draft(book **books, float *cells, const int64_t *before, const int64_t *tokens, const draw *draws, const int64_t *slots, int64_t *read,
           const int64_t *count, const int64_t *most, const float *uniforms, int64_t *drafts, float *probabilities, int64_t rows,
           int64_t room, int64_t longest, float least) {

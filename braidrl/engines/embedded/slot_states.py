@@ -19,8 +19,8 @@ from braidrl.engines.requests import EngineRow
 NO_TOKEN = -1
 NO_SLOT = -1
 DRAWS = "draws"
-"""Name of the column (3,) of how a token was drawn: the part of [0, 1) whose random numbers draw it, from and to, and
-the number that did. The part is empty if it is not known.
+"""Name of the column (3,) of how a token was drawn: the ends of the interval in [0, 1) whose random numbers draw it,
+and the number that did. The interval is empty if it is not known.
 """
 ROW_MULTIPLE = 16
 """Matrix products have a multiple of this many rows: with fewer, a CPU's kernels round the same row differently."""

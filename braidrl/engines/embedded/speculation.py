@@ -32,7 +32,7 @@ from braidrl.native.building import address, library
 DEPTH = 16
 """Tokens of the longest context, as in drafts.c."""
 INSIDE, OUTSIDE = (0.5, 0.7, 0.85, 0.95), (0.3, 0.15, 0.05)
-"""Reliabilities before any measurement, by how far a random number is inside of a known part of [0, 1), or outside."""
+"""Reliabilities before any measurement, by how far a random number is inside of a known interval, or outside."""
 SHARES = 8
 CELLS = (5, SHARES + len(INSIDE) + len(OUTSIDE), 4)
 """Cells of reliability: lengths of contexts, kinds of guesses, numbers of occurrences, as in drafts.c."""
@@ -99,8 +99,8 @@ class Book:
         finalize(self, functions.close_book, self.address)
 
     def read(self, text: Tensor, before: Tensor, draws: Tensor | None = None, start: int = 0) -> None:
-        """Add a text, (T,), with the preceding tokens, (DEPTH,), and how its own were drawn, (T, 3), if they were; the
-        first `start` of them are there already.
+        """Add a text (T,) with the tokens before it (DEPTH,), and the draws (T, 3) of a text that was drawn. The first
+        `start` tokens of the text are there already.
         """
         text = text.to(torch.int64).contiguous()
         done = self._functions.read_text(
@@ -155,7 +155,7 @@ class Guesses:
         self._preceding[slot] = last_tokens(ids)
 
     def end(self, slot: int, request: Request, drawn: Tensor, draws: Tensor, aborted: bool) -> None:
-        """Release a slot; a complete response is stored for later epochs."""
+        """Release a slot; a complete response (T,) is stored for later epochs, with its draws (T, 3)."""
         name = self._prompts[slot]
         assert name is not None
         book, self._prompts[slot] = self._books[name], None
