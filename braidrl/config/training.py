@@ -72,7 +72,9 @@ class BalanceConfig(Section):
     whole batch of the last optimizer step.
     """
     routing_gap: bool = False
-    """With `replay=inference` also compute log-probs without a replay, and report the gap that routing alone causes."""
+    """With `replay=inference` also compute log-probs without a replay, and report the gap that routing alone causes, in
+    all layers and in each.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> "BalanceConfig":

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from braidrl.algorithms.ragged import Ragged
 from braidrl.config import RoleConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, retokenized
@@ -31,6 +32,7 @@ from braidrl.runtimes.generating.verification import EarlyStop, added_scores, ve
 from braidrl.runtimes.memory.residency import Residency
 from braidrl.runtimes.prepare.run_data import Prepared
 from braidrl.training.backends import TrainingBackend
+from braidrl.training.decoders.routing import with_free_layers
 from braidrl.training.objective import Accumulated, Objective, UpdateCounts, with_group_tokens
 from braidrl.training.optimizer import CONFIGURED, StepOverrides, learning_rate
 from braidrl.training.parallel.layouts import DataParallel
@@ -44,6 +46,7 @@ from braidrl.weights.shards import WeightPart
 Totals = Mapping[str, Tensor]
 MODELLED = (Kind.GENERATE, Kind.INFER, Kind.TRAIN)
 """The kinds of stages whose memory is a model's."""
+ROUTING_GAP = "routing_log_prob_gap"
 PREDICTED = {"score": "scores", "values": "values"}  # others call `log_probs`
 
 
@@ -155,9 +158,7 @@ class StageExecutor:
                 values = worker.forward(PREDICTED.get(stage.type, "log_probs"), read, bar.update)
                 balance = self.config.trainer.balance
                 if balance is not None and balance.routing_gap and stage.params.get("replay") == "inference":
-                    free = worker.forward("log_probs", read.without([ROUTED_EXPERTS]))
-                    gaps = (values.values - free.values).abs()
-                    sums.add_per_token(role, {"routing_log_prob_gap": gaps} if len(rows) else {})
+                    sums.add_per_token(role, routing_gaps(worker, read, values))
             if not len(rows) or stage.type != "score":
                 return {stage.writes[0]: values} if len(rows) else {}
             rewarding = role == "reward" or "weight" in stage.params
@@ -363,6 +364,23 @@ class StageExecutor:
 
     def close(self) -> None:
         self.generation.close()
+
+
+def routing_gaps(worker: TrainingBackend, rows: Rows, log_probs: Ragged) -> dict[str, Tensor]:
+    """Return the gaps of log-probs that routing alone causes, (A,) numbers without a replay, and by layer those where
+    it alone is not replayed. Layers take turns by group, so that all together cost one forward pass.
+    """
+    free = worker.forward("log_probs", rows.without([ROUTED_EXPERTS]))
+    if not len(rows):
+        worker.forward("log_probs", rows)
+        return {}
+    routes = rows[ROUTED_EXPERTS]
+    layers = rows["group"] % routes.values.shape[1]
+    turns = worker.forward("log_probs", rows.with_columns({ROUTED_EXPERTS: with_free_layers(routes, layers)}))
+    gaps, of_turns = (log_probs.values - free.values).abs(), (log_probs.values - turns.values).abs()
+    of_actions = layers.repeat_interleave(log_probs.lengths)
+    by_layer = {f"{ROUTING_GAP}/{layer}": of_turns[of_actions == layer] for layer in sorted(set(layers.tolist()))}
+    return {ROUTING_GAP: gaps, **by_layer}
 
 
 def of_roles(parts: Mapping[str, Mapping[str, WeightPart]]) -> dict[str, WeightPart]:

@@ -14,11 +14,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -265,6 +267,8 @@ def auto_class(config: Any) -> Any:
     A multimodal model is loaded with all modalities, by the class that its folder names or by the only class that it
     has.
     """
+    if config.model_type == "longcat_flash":
+        keep_experts_with_weights()
     kinds = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
     named = set(getattr(config, "architectures", None) or ())
     is_text = type(config) in AutoModelForCausalLM._model_mapping
@@ -275,6 +279,25 @@ def auto_class(config: Any) -> Any:
             if not is_text or named & {kind_class.__name__ for kind_class in classes}:
                 return auto
     return AutoModelForCausalLM
+
+
+@cache
+def keep_experts_with_weights() -> None:
+    """Make transformers' LongCat-Flash stack only the experts that have weights, as the hub's files do.
+
+    Its routers also choose experts that return their token; transformers 5.24 has rows for them in one of two stacks,
+    and so refuses the files.
+    """
+    from transformers.models.longcat_flash import modeling_longcat_flash as modeling
+
+    plain: Any = modeling.LongcatFlashExperts
+
+    def build(self: Any, config: Any) -> None:
+        plain.__init__(self, config)
+        self.num_experts = config.n_routed_experts
+        self.gate_up_proj = Parameter(self.gate_up_proj[: self.num_experts].detach().clone())
+
+    modeling.LongcatFlashExperts = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
 
 
 def has_language_model(config: Any) -> bool:

@@ -73,7 +73,9 @@ def test_an_engine_of_half_precision_is_followed_where_it_routes_otherwise(works
         assert not changed or 0 < max(changed.values()) < 0.5
         gaps[replay] = read_metrics(run)[0]["train/rollout_log_prob_gap"]
         alone = read_metrics(run)[0].get("actor/routing_log_prob_gap")
+        by_layer = [read_metrics(run)[0].get(f"actor/routing_log_prob_gap/{layer}", 0) for layer in range(2)]
     assert gaps["inference"] < gaps["none"] and alone is not None and 0 < alone < 2 * gaps["none"]
+    assert 0 < max(by_layer) < 2 * gaps["none"], "the gap of one layer's routes"
 
 
 def test_routes_of_every_turn_are_those_that_drew_its_tokens(workshop: Workshop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import AutoConfig
 
 from braidrl.training.decoders.proof import quietly
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
-from braidrl.weights.model_files import HubNames, ModelFiles, by_numbers
+from braidrl.weights.model_files import HubNames, ModelFiles, auto_class, by_numbers
+from tests.training.decoders.families import write_family
 
 
 @pytest.mark.parametrize(("name", "differ"), [("qwen3_moe", True), ("kimi_linear", True), ("gpt_oss", False)])
@@ -37,3 +39,16 @@ def test_parts_of_a_tensor_are_joined_in_the_order_of_their_numbers() -> None:
     ordered = ["layers.9.shard_2.weight", "layers.9.shard_10.weight", "layers.10.shard_1.weight"]
     named = dict.fromkeys(ordered[::-1])
     assert sorted(named, key=by_numbers) == ordered
+
+
+def test_longcat_flash_is_read_from_files_of_the_experts_that_have_weights(tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(write_family(tmp_path, "longcat_flash"))
+    model: Any = auto_class(config).from_pretrained(tmp_path)
+    stored = {int(name.split(".")[5]) for name in load_file(tmp_path / "model.safetensors") if ".experts." in name}
+    assert stored == set(range(config.n_routed_experts)) and config.zero_expert_num > 0
+    experts, states = model.model.layers[0].mlp.experts, torch.randn(3, config.hidden_size)
+    chosen = torch.tensor([[0, config.n_routed_experts]]).expand(3, 2)
+    with torch.no_grad():
+        both = experts(states, chosen, torch.tensor([[1.0, 0.0], [0.0, 0.5], [1.0, 0.5]]))
+    torch.testing.assert_close(both[1], states[1] / 2, rtol=0, atol=0)
+    torch.testing.assert_close(both[2] - experts(states, chosen, torch.tensor([[1.0, 0.0]] * 3))[2], states[2] / 2)

@@ -32,10 +32,21 @@ class LocalExperts:
 
 
 class GatedExperts(LocalExperts):
-    """Experts whose matrices (in, out) transformers multiplies without the attributes of its common forward."""
+    """Gated experts with matrices (out, in), which lack the attributes of transformers' common forward."""
 
-    has_gate, is_transposed, has_bias = True, True, False
+    has_gate, is_transposed, has_bias = True, False, False
     has_post_expert_norm = _is_expert_parallel = False
+
+    def _apply_gate(self, states: Tensor) -> Tensor:
+        gate, up = states.chunk(2, dim=-1)
+        gated: Tensor = self.act_fn(gate) * up
+        return gated
+
+
+class TransposedExperts(GatedExperts):
+    """The same with matrices (in, out)."""
+
+    is_transposed = True
 
     @property
     def lora_A(self) -> dict[str, Tensor]:
@@ -46,11 +57,6 @@ class GatedExperts(LocalExperts):
     def lora_B(self) -> dict[str, Tensor]:
         """Return the second factors (E, out, rank)."""
         return {name: factor.mT for name, factor in self.__getattr__(DOWN).items()}
-
-    def _apply_gate(self, states: Tensor) -> Tensor:
-        gate, up = states.chunk(2, dim=-1)
-        gated: Tensor = self.act_fn(gate) * up
-        return gated
 
 
 def plain(value: Any) -> Any:
@@ -67,7 +73,7 @@ def copies_forward(self: Any, hidden_states: Tensor) -> Tensor:
     """Return the results (E·T, D) of Llama 4's experts with adapters for the copies (E·T, D)."""
     numbers = torch.arange(self.num_experts, device=hidden_states.device)
     tokens = len(hidden_states) // self.num_experts
-    return rows_of_experts(GatedExperts(self, self.num_experts), hidden_states, numbers.repeat_interleave(tokens))
+    return rows_of_experts(TransposedExperts(self, self.num_experts), hidden_states, numbers.repeat_interleave(tokens))
 
 
 def sorted_forward(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:

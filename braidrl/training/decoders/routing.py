@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
+from braidrl.algorithms.ragged import Ragged
 from braidrl.errors import UserError
 from braidrl.training.compute.cpu_layers import derived
 from braidrl.training.decoders.body import body_of, plan_of_model
@@ -40,6 +41,8 @@ PREPARED = "prepared_routers"
 """Attribute of a model whose routers record and replay."""
 LAYER = "routing_layer"
 """Attribute of a router: its number among the routers of the model."""
+FREE = -1
+"""A replayed expert in place of which the router chooses."""
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Routing:
     """The routes of one forward pass of N tokens."""
 
     given: Tensor | None = None
-    """The experts to replay, (N, M, k); None to replay none."""
+    """The experts to replay, (N, M, k), or `FREE` where the router chooses; None to replay none."""
     is_given: Tensor | None = None
     """(N,) bool, False for tokens without experts to replay, for which the routers choose."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
@@ -121,7 +124,7 @@ class RoutedSelection(TorchFunctionMode):
         routing, scores, chosen = self.routing, args[0], result.indices
         if routing.given is not None and routing.is_given is not None:
             replayed = routing.share(routing.given[:, self.layer], len(scores)).to(chosen.dtype)
-            is_given = routing.share(routing.is_given, len(scores))[:, None]
+            is_given = routing.share(routing.is_given, len(scores))[:, None] & (replayed != FREE)
             if routing.keeps_logits:
                 missing = (replayed[:, :, None] != chosen[:, None, :]).all(-1) & is_given
                 routing.changed[self.layer] = missing.to(scores.dtype).mean(-1)
@@ -204,6 +207,13 @@ def calls_topk(forward: Any) -> bool:
         return False
 
 
+def with_free_layers(routes: Ragged, layers: Tensor) -> Ragged:
+    """Return the routes (tokens, M, k) of B rows with `FREE` in one layer of each row, which `layers` (B,) names."""
+    values = routes.values.to(torch.int16)
+    values[torch.arange(len(values)), layers.repeat_interleave(routes.lengths)] = FREE
+    return routes.with_values(values)
+
+
 def routes_dtype(model: Any) -> torch.dtype:
     """Return the data type of expert numbers in a column: one byte up to 256 experts."""
     return torch.uint8 if experts_of(model) <= 256 else torch.int16
@@ -221,6 +231,7 @@ def experts_per_token(model: Any) -> int:
 
 
 def experts_in(config: Any) -> int:
-    """Return the number of experts in a model's configuration; 0 if it has none."""
+    """Return the number of experts among which a model's routers choose, by its configuration; 0 if it has none."""
     config = config.get_text_config()
-    return next((int(getattr(config, key)) for key in EXPERTS if getattr(config, key, None)), 0)
+    experts = next((int(getattr(config, key)) for key in EXPERTS if getattr(config, key, None)), 0)
+    return experts + (getattr(config, "zero_expert_num", None) or 0 if experts else 0)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from braidrl.errors import UserError
-from braidrl.training.compute.expert_forms import GatedExperts, LocalExperts, rows_of_experts
+from braidrl.training.compute.expert_forms import GatedExperts, LocalExperts, TransposedExperts, rows_of_experts
 from braidrl.training.compute.experts import DOWN, UP, Sorting
 from braidrl.training.parallel.sequence import AllToAll
 from braidrl.weights.boxes import Box, chunk
@@ -176,7 +176,7 @@ class CopiesDispatch(Dispatch):
 
     def __init__(self, module: Any, group: dist.ProcessGroup) -> None:
         super().__init__(module, group)
-        self.experts = GatedExperts(module, self.experts.num_experts)
+        self.experts = TransposedExperts(module, self.experts.num_experts)
 
     def __call__(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Return the results (E·T, D) of the copies (E·T, D), which are sorted by expert."""
@@ -187,8 +187,22 @@ class CopiesDispatch(Dispatch):
         return torch.zeros_like(hidden_states).index_add(0, chosen, results)
 
 
+class WeightlessDispatch(Dispatch):
+    """The forward of experts behind which others, without weights, return their token, as in LongCat-Flash."""
+
+    def __init__(self, module: Any, group: dist.ProcessGroup) -> None:
+        super().__init__(module, group)
+        self.experts = GatedExperts(module, self.experts.num_experts)
+
+    def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        with_weights = self.experts.num_experts * self.group.size()
+        sent = int(counts[:with_weights].sum())
+        return torch.cat([super().exchanged(rows[:sent], counts[:with_weights]), rows[sent:]])
+
+
 OTHER_FORMS: dict[str, type[Dispatch]] = {
     "JetMoeParallelExperts": SortedDispatch,
     "Llama4TextExperts": CopiesDispatch,
+    "LongcatFlashExperts": WeightlessDispatch,
 }
 """The exchanges of experts without transformers' common forward, by the name of their class."""

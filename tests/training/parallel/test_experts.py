@@ -75,6 +75,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     "inkling_text": [EXPERT],
     "llama4_text": [EXPERT],
     "jetmoe": [EXPERT, {**EXPERT, "shard": "full"}, {**EXPERT, "sequence": 2}],
+    "longcat_flash": [EXPERT, {**EXPERT, "shard": "full"}],
 }
 """Layouts of models that run once for each length of rows, and of experts without transformers' common forward."""
 
