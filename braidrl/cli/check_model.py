@@ -13,7 +13,7 @@ from braidrl.errors import first_line
 from braidrl.training.acceptance import OPTIONAL, all_findings, layout_findings
 from braidrl.training.decoders.image_proof import image_finding
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, proof_device, quietly, unexercised
-from braidrl.training.loading import check_model
+from braidrl.training.loading import check_model, unused_weights
 from braidrl.training.pretrained import config_of
 
 WIDTH = 52
@@ -53,7 +53,9 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
         say(line(finding))
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
         check_model(model)
-        say(f"ok      {'the headers of its weight files':{WIDTH}}")
+        if unused := unused_weights(model):
+            say(f"unread  {len(unused)} tensors of its files are in no model of this type: {', '.join(unused[:2])} ...")
+        say(f"ok      {'its weight files: all tensors, and their shapes':{WIDTH}}")
     return all(finding.holds or finding.name in OPTIONAL for finding in findings)
 
 

@@ -1,7 +1,7 @@
 """Loaders of decoders, scalar models and tokenizers from a Hugging Face directory, without downloads."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from braidrl.errors import UserError
 from braidrl.native.linear import use_fast_products
 from braidrl.training.decoders.body import ForwardPlan, use_plan
 from braidrl.training.decoders.proof import proven_plan
+from braidrl.training.model_settings import has_score_head
 from braidrl.training.pretrained import check_scorer, named_error, read_model_config, warn_once
-from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
+from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles, of_another_shape
 from braidrl.weights.model_files import ModelFiles, auto_class, scorer_class
 
 DEQUANTISED = ("fp8", "mxfp4")
@@ -61,6 +62,34 @@ def check_model(path: str | Path) -> None:
     warn_of_class(config, folder)
     proven_plan(config, folder)
     WeightFiles(folder)
+
+
+def unused_weights(path: str | Path) -> list[str]:
+    """Return the names of a folder's tensors that its model does not have; reads only the headers of its files.
+
+    Raises UserError if the files lack a tensor of the model, or have one of another shape.
+    """
+    folder = model_folder(path, with_weights=True)
+    config = read_model_config(folder)
+    without_quantisation(config, folder)
+    auto = scorer_class(config) if has_score_head(folder) else auto_class(config)
+    model, _ = skeleton(auto, folder, config, proven_plan(config, folder), torch.float32)
+    files = ModelFiles(folder, model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name in sorted(shapes.keys() & set(files)):
+        if files.shape(name) != shapes[name]:
+            raise of_another_shape(name, folder, files.shape(name), shapes[name])
+    check_complete(folder, shapes.keys() - set(files))
+    return sorted(source for sources in files.left_out.values() for source in sources)
+
+
+def check_complete(folder: Path, missing: Set[str]) -> None:
+    """Raise UserError, with the names of some, if weights are missing."""
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UserError(
+            f"model: the weights in {folder} lack {', '.join(sorted(missing)[:3])}{more}; copy the whole model"
+        )
 
 
 def warn_of_class(config: Any, folder: Path) -> None:
@@ -121,19 +150,20 @@ def _load(
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # its own error does not name them
             )
         except Exception as error:
             raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
         finally:
             for handler, level in handlers:
                 handler.setLevel(level)
+        for name, stored, expected in sorted(loaded["mismatched_keys"]):
+            raise of_another_shape(name, folder, stored, expected)
         missing = set(loaded["missing_keys"])
         with_one_type(model, dtype)
     use_fast_products(model)
     use_plan(model, plan)
-    if lacking := sorted(missing - {optional}):
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise UserError(f"model: the weights in {folder} lack {', '.join(lacking[:3])}{more}; copy the whole model")
+    check_complete(folder, missing - {optional})
     return model, not missing
 
 

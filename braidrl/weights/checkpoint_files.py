@@ -4,7 +4,7 @@ skeleton on the meta device ─split─▶ its layers ─read one─▶ shard it
     ─▶ read the next ...  a rank holds its shards and one layer
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -107,5 +107,13 @@ class ParameterReader:
         is_block = box is not None and isinstance(files, WeightFiles) and files.shape(name) == shape
         values = files.block(name, box) if is_block else files[name]  # type: ignore[attr-defined]
         if not is_block and values.shape != shape:
-            raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(shape)}")
+            raise of_another_shape(name, self._folder, values.shape, shape)
         return values if is_block or box is None else box.of(values)
+
+
+def of_another_shape(name: str, folder: Path, stored: Sequence[int], expected: Sequence[int]) -> UserError:
+    """Return the error of a tensor that has another shape in the files of a folder than its model has."""
+    return UserError(
+        f"model: {name} in the weights of {folder} is {tuple(stored)}, and by config.json it is {tuple(expected)}; "
+        "copy both from one model"
+    )

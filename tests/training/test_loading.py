@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from braidrl.errors import UserError
-from braidrl.training.loading import load_decoder
+from braidrl.training.loading import load_decoder, unused_weights
 from braidrl.training.pretrained import load_tokenizer
 from tests.training.compute.test_attention import CONFIGS
 
@@ -56,6 +56,17 @@ def more_layers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
 
 
+def wider(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    wide = {"intermediate_size": config["intermediate_size"] + 8}
+    (folder / "config.json").write_text(json.dumps(config | wide))
+
+
+def fewer_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -63,14 +74,24 @@ def more_layers(folder: Path) -> None:
         (without_weights, "no weights"),
         (unknown_type, "has no model_type .no-such-model"),
         (more_layers, "the weights in .* lack model.layers.2"),
+        (wider, r"mlp.down_proj.weight in the weights of .* by config.json"),
     ],
 )
 def test_a_damaged_model_is_refused_in_one_line(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["llama"])
     damage(tmp_path)
-    with pytest.raises(UserError, match=message) as caught:
-        load_decoder(tmp_path)
-    assert "\n" not in str(caught.value)
+    for read in (load_decoder, unused_weights):
+        with pytest.raises(UserError, match=message) as caught:
+            read(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_weights_that_a_model_does_not_use_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path, CONFIGS["llama"])
+    assert not unused_weights(tmp_path)
+    fewer_layers(tmp_path)
+    unused = unused_weights(tmp_path)
+    assert len(unused) == 9 and all(name.startswith("model.layers.1.") for name in unused)
 
 
 def test_a_missing_folder_and_a_missing_tokenizer_are_named(tmp_path: Path) -> None:
