@@ -56,6 +56,7 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
         "add_norm": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],
         "gated": [None, *[POINTER] * 2, *[LONG] * 2, INT],
         "attend": [INT, *[POINTER] * 3, FLOAT, *[POINTER] * 7, *[LONG] * 4, FLOAT, INT],
+        "lay_out": [None, *[POINTER] * 12, *[LONG] * 3],
         "keep": [None, *[POINTER] * 16, *[LONG] * 3],
         "draw": [None, *[POINTER] * 8, *[LONG] * 2, INT],
     },
@@ -63,7 +64,7 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
         "open_book": [POINTER],
         "close_book": [None, POINTER],
         "read_text": [INT, *[POINTER] * 5, *[LONG] * 2],
-        "draft": [INT, *[POINTER] * 12, *[LONG] * 3, FLOAT],
+        "draft": [INT, *[POINTER] * 13, *[LONG] * 3, FLOAT],
     },
     "layers": {
         "norm_forward": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],

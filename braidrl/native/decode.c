@@ -166,6 +166,27 @@ int attend(const number *projected, const number *query_weight, const number *ke
     return !failed;
 }
 
+/* Lays out the tokens that a pass reads: the current token of each row and counts[r] guesses of its next ones, of `longest`, none
+   without counts; then padding up to `size` tokens, which is the first row's without a slot. `starts` are (rows + 1); `tokens` are
+   (6, size): the row of each, its slot, the token, its number in the response, position and shift; `uniforms` draw what follows it. */
+void lay_out(const int64_t *slots, const int64_t *counts, const int64_t *guesses, const int64_t *current, const int64_t *positions,
+             const int64_t *shifts, const int64_t *drawn, const int64_t *keys, const int64_t *first_draws, int64_t *starts,
+             int64_t *tokens, double *uniforms, int64_t rows, int64_t longest, int64_t size) {
+    int64_t at = 0;
+    for (int64_t r = 0; r <= rows; r++) {
+        int64_t row = r < rows ? r : 0, slot = slots[row], end = r == rows ? size : at + 1 + (counts ? counts[r] : 0);
+        starts[r] = at;
+        for (int64_t offset = 0; at < end; at++) {
+            int64_t count = drawn[slot] + offset;
+            tokens[at] = row, tokens[size + at] = r < rows ? slot : -1;
+            tokens[2 * size + at] = offset ? guesses[row * longest + offset - 1] : current[slot];
+            tokens[3 * size + at] = count, tokens[4 * size + at] = positions[slot] + offset, tokens[5 * size + at] = shifts[slot];
+            uniforms[at] = uniform_of(keys[slot], first_draws[slot] + count);
+            offset += r < rows;
+        }
+    }
+}
+
 /* Appends to each row's response what it has drawn: tokens starts[r] .. starts[r + 1] of a pass are its last token and guesses of
    the next ones, and `drawn` is what it draws behind each. What it draws behind a wrong guess, or after its end, does not count.
    `kept` marks the tokens that count, `ended` the rows that reached a stop token or their limit. `draws` are those of `draw`, kept in

@@ -10,8 +10,7 @@
    How often a guess is right is measured in cells: by the context's length, by how far u is from the ends of a known interval,
    or without intervals by the token's share of all that came, and by how many came. A cell is two floats: tokens that were right, and all.
    The guess is the token of the most reliable cell. */
-#include <stdint.h>
-#include <stdlib.h>
+#include "numbers.h"
 #include <string.h>
 
 #define ORDERS 5
@@ -49,12 +48,6 @@ void close_book(book *b) {
     free(b);
 }
 
-static uint64_t mixed(uint64_t x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-    return x ^ (x >> 31);
-}
-
 /* The node of a key, or the empty node where it would be. */
 static node *node_at(const book *b, uint64_t key) {
     int64_t i = (int64_t)(key & (uint64_t)(b->room - 1));
@@ -83,7 +76,7 @@ static void contexts_of(const int64_t *before, const int64_t *text, int64_t i, u
     int order = 0;
     for (int64_t back = 1; back <= DEPTH; back++) {
         int64_t token = i >= back ? text[i - back] : before[DEPTH + i - back];
-        hash = mixed(hash + (uint64_t)token + 0x9E3779B97F4A7C15ull);
+        hash = mixed(hash + (uint64_t)token + INCREMENT);
         if (back == LENGTHS[order]) contexts[order++] = mixed(hash + (uint64_t)back);
     }
 }
@@ -147,22 +140,22 @@ int read_text(book *b, float *cells, const int64_t *before, const int64_t *text,
     return 1;
 }
 
-/* Reads what each of `rows` rows has drawn since the last call, then guesses up to most[r] next tokens: drafts and the probability
-   that all tokens up to each are right, (rows, longest), 0 from the first one that is less likely than `least`. Row r is slot
-   slots[r], and `uniforms` (rows, longest) are the numbers by which it will draw; before is (slots, DEPTH), tokens and draws are
-   (slots, room), read and count are (slots). Returns 0 without memory. */
+/* Reads what each of `rows` rows has drawn since the last call, then guesses its next tokens, of which the last before its limit is
+   of no use: drafts and the probability that all tokens up to each are right, (rows, longest), 0 from the first one that is less
+   likely than `least`. Row r is slot slots[r]; before is (slots, DEPTH), tokens and draws are (slots, room), and read, the drawn
+   tokens, their limits, and the keys and first index of the numbers that draw them are (slots). Returns 0 without memory. */
 int draft(book **books, float *cells, const int64_t *before, const int64_t *tokens, const draw *draws, const int64_t *slots, int64_t *read,
-          const int64_t *count, const int64_t *most, const float *uniforms, int64_t *drafts, float *probabilities, int64_t rows,
-          int64_t room, int64_t longest, float least) {
+          const int64_t *drawn, const int64_t *limits, const int64_t *keys, const int64_t *first_draws, int64_t *drafts,
+          float *probabilities, int64_t rows, int64_t room, int64_t longest, float least) {
     memset(probabilities, 0, sizeof(float) * (size_t)(rows * longest));
     memset(drafts, 0, sizeof(int64_t) * (size_t)(rows * longest));
     for (int64_t r = 0; r < rows; r++) {
-        int64_t slot = slots[r], end = count[slot], first = slot * room;
+        int64_t slot = slots[r], end = drawn[slot], first = slot * room;
         if (!read_text(books[slot], cells, before + slot * DEPTH, tokens + first, draws + first, read[slot], end)) return 0;
         read[slot] = end;
     }
     for (int64_t r = 0; r < rows; r++) {
-        int64_t slot = slots[r], end = count[slot];
+        int64_t slot = slots[r], end = drawn[slot];
         if (!books[slot]->room) continue;
         /* the last DEPTH tokens, then the guesses */
         int64_t text[DEPTH + longest];
@@ -171,13 +164,13 @@ int draft(book **books, float *cells, const int64_t *before, const int64_t *toke
             text[i] = at >= 0 ? tokens[slot * room + at] : before[slot * DEPTH + DEPTH + at];
         }
         float all = 1;
-        for (int64_t d = 0; d < most[r] && d < longest; d++) {
+        for (int64_t d = 0; d < limits[slot] - end - 1 && d < longest; d++) {
             uint64_t contexts[ORDERS];
-            float best = 0;
+            float best = 0, uniform = (float)uniform_of(keys[slot], first_draws[slot] + end + d);
             contexts_of(text, text, DEPTH + d, contexts);
             for (int order = 0; order < ORDERS; order++) {
                 int32_t token;
-                const float *cell = cell_of(books[slot], cells, order, contexts[order], uniforms[r * longest + d], &token);
+                const float *cell = cell_of(books[slot], cells, order, contexts[order], uniform, &token);
                 if (cell && cell[0] / cell[1] >= best) best = cell[0] / cell[1], text[DEPTH + d] = token;
             }
             all *= best;

@@ -38,3 +38,15 @@ static inline float exponential(float x) {
     union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
     return x < -87.0f ? 0.0f : p * power.value;
 }
+
+/* The finaliser of splitmix64, and the number in [0, 1) that algorithms/random.py computes from two keys. */
+static inline uint64_t mixed(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+#define INCREMENT 0x9E3779B97F4A7C15ull
+static inline double uniform_of(int64_t key, int64_t index) {
+    uint64_t state = mixed((uint64_t)key + INCREMENT);
+    return (double)(mixed(((uint64_t)index ^ state) + INCREMENT) >> 11) * 0x1p-53;
+}

@@ -94,8 +94,32 @@ class Kernels:
             raise MemoryError("no memory for the scores of a decode step")
         return out
 
+    def lay_out(
+        self, slots: Tensor, guesses: tuple[Tensor, Tensor] | None, states: SlotStates, multiple: int
+    ) -> Pass:
+        """Return the pass that reads the current token of the rows in these slots (R,), and of each row as many of its
+        guesses (R, K) as `guesses` says beside them, (R,). It has a multiple of `multiple` tokens.
+        """
+        drafts, counts = guesses or (None, None)
+        size = len(slots) if counts is None else len(slots) + int(counts.sum())
+        size += -size % multiple
+        starts, tokens = torch.empty(len(slots) + 1, dtype=torch.int64), torch.empty((6, size), dtype=torch.int64)
+        uniforms = torch.empty(size, dtype=torch.float64)
+        of_slots = states.current, states.position, states.shift, states.drawn, states.key, states.first_draw
+        self._functions.lay_out(
+            address(slots, torch.int64),
+            *(None if one is None else address(one, torch.int64) for one in (counts, drafts)),
+            *(address(integers, torch.int64) for integers in (*of_slots, starts, tokens)),
+            address(uniforms, torch.float64),
+            len(slots),
+            0 if drafts is None else drafts.shape[1],
+            size,
+        )
+        rows, token_slots, ids, numbers, positions, shifts = tokens.unbind()
+        return Pass(slots, starts, rows, token_slots, ids, numbers, positions, shifts, uniforms)
+
     def keep(
-        self, read: Pass, tokens: Tensor, drawn: Tensor, values: Mapping[str, Tensor], states: SlotStates
+        self, read: Pass, drawn: Tensor, values: Mapping[str, Tensor], states: SlotStates
     ) -> tuple[Tensor, Tensor]:
         """Append the drawn tokens of a step to its rows' states, up to the first wrong guess; return the masks of kept
         tokens (B,) and ended rows (R,).
@@ -103,19 +127,19 @@ class Kernels:
         Mark which tokens (B,) count, and which rows (R,) have ended.
 
         Args:
-            read: Which tokens of the step are the current one of a row, and which are guesses of its next ones.
-            tokens: (B,), the tokens that were read.
+            read: The tokens of the step.
             drawn: (B,), the token that was drawn behind each.
             values: The columns of `drawn`, with those of `draw` or, if they were drawn otherwise, log-probs alone.
             states: All slots' states; columns other than log-probs and draws are unchanged.
         """
-        kept, ended = torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(read.slots), dtype=torch.bool)
+        tokens, slots = read.tokens, read.row_slots
+        kept, ended = torch.zeros(len(tokens), dtype=torch.bool), torch.zeros(len(slots), dtype=torch.bool)
         slot_log_probs, slot_draws = states.per_token[LOG_PROBS], states.per_token.get(DRAWS)
         draws = None
         if slot_draws is not None:
             draws = values[DRAWS] if DRAWS in values else torch.zeros(len(tokens), 3)
         self._functions.keep(
-            *(address(integers, torch.int64) for integers in (tokens, read.starts, read.slots, drawn)),
+            *(address(integers, torch.int64) for integers in (tokens, read.starts, slots, drawn)),
             address(values[LOG_PROBS], torch.float32),
             None if draws is None else address(draws, torch.float32),
             address(states.tokens, torch.int64),
@@ -128,7 +152,7 @@ class Kernels:
             address(states.stop_token_ids, torch.int64),
             address(kept, torch.bool),
             address(ended, torch.bool),
-            len(read.slots),
+            len(slots),
             states.tokens.shape[1],
             states.stop_token_ids.shape[1],
         )

@@ -35,7 +35,7 @@ from braidrl.engines.embedded.cpu_kernels import Kernels
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder, cuda_decoder, native_decoder
 from braidrl.engines.embedded.prompts import Prompts, adapted, prompt_key
-from braidrl.engines.embedded.slot_states import DRAWS, ROW_MULTIPLE, Pass, SlotStates, indices_of
+from braidrl.engines.embedded.slot_states import DRAWS, ROW_MULTIPLE, SlotStates, indices_of
 from braidrl.engines.embedded.speculation import Speculation
 from braidrl.engines.engine import EngineError, EngineMemory, Speculated
 from braidrl.engines.requests import EngineRow, Response, SamplingParams, computed_in
@@ -324,37 +324,31 @@ class EmbeddedEngine(SteppingEngine):
     def _decode_compiled(self, native: NativeDecoder[Kernels]) -> tuple[list[int], dict[int, list[int]]]:
         """Decode one step with compiled kernels, which also check guesses of the next tokens."""
         # This thread's seconds: time taken by other programs is not part of a pass's cost.
-        states, read, start = self._states, self._pass, time.thread_time()
-        if (speculation := self.speculation) is not None:
-            chosen = speculation.choose(read.slots, states)
-            read = Pass.of(read.slots, self._multiple, chosen) if chosen is not None else read
-        slots, tokens = read.slots[read.rows], read.tokens(states)
-        numbers = states.drawn[slots] + read.offsets
-        uniforms = uniform(states.key[slots], states.first_draw[slots] + numbers)
-        positions, shift = states.position[slots] + read.offsets, states.shift[slots]
+        states, start, rows = self._states, time.thread_time(), len(self._in_use)
+        guesses = None if self.speculation is None else self.speculation.choose(self._in_use, states)
+        read = native.kernels.lay_out(self._in_use, guesses, states, self._multiple)
         routing = Routing() if self._with_routes else None
         with routed(routing):
             policies = None if self.adapters is None else self._policy_numbers[read.rows]
-            logits = native.logits(tokens, read.token_slots, positions, self._cache, shift, policies)
-        drawn, values = self._drawn(logits, uniforms, self._sampling.of(read.rows))
+            logits = native.logits(read.tokens, read.slots, read.positions, self._cache, read.shifts, policies)
+        drawn, values = self._drawn(logits, read.uniforms, self._sampling.of(read.rows))
         if routing is not None:
-            self._add_routes(values, routing, len(tokens))
-        is_kept, ended = native.kernels.keep(read, tokens, drawn, values, states)
+            self._add_routes(values, routing, len(drawn))
+        is_kept, ended = native.kernels.keep(read, drawn, values, states)
         for name in values.keys() - {LOG_PROBS, DRAWS}:
-            states.per_token[name][slots[is_kept], numbers[is_kept]] = values[name][is_kept]
-        count = int(is_kept.sum())
+            states.per_token[name][read.slots[is_kept], read.numbers[is_kept]] = values[name][is_kept]
+        count, checked = int(is_kept.sum()), int(read.starts[-1])
         self.tokens_generated += count
-        if speculation is not None:
-            rows, checked = len(read.slots), int(read.starts[-1])
-            speculation.observe(len(tokens), rows, checked - rows, count - rows, time.thread_time() - start)
+        if self.speculation is not None:
+            self.speculation.observe(len(drawn), rows, checked - rows, count - rows, time.thread_time() - start)
             self.speculated = (self.speculated or Speculated()) + Speculated(rows, count, checked - rows, count - rows)
-        firsts = numbers[read.starts[:-1]].tolist() if self._watched else []
+        firsts = read.numbers[read.starts[:-1]].tolist() if self._watched else []
         new = {
             slot: states.tokens[slot, first : states.drawn[slot]].tolist()
-            for slot, first in zip(read.slots.tolist(), firsts, strict=False)
+            for slot, first in zip(self._in_use.tolist(), firsts, strict=False)
             if slot in self._watched
         }
-        return read.slots[ended].tolist(), new
+        return self._in_use[ended].tolist(), new
 
     def _drawn(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, dict[str, Tensor]]:
         """Draw tokens (N,) from logits (N, V), which are overwritten; return them with their columns, (N, ...) each."""
@@ -425,8 +419,8 @@ class EmbeddedEngine(SteppingEngine):
         rows, self._has_changed = self._rows, False
         slots = sorted(rows)
         if self._native is not None:
-            self._pass = Pass.of(torch.tensor(slots, dtype=torch.int64), self._multiple)
-            """The tokens of the next step, if it reads no guesses."""
+            self._in_use = torch.tensor(slots, dtype=torch.int64)
+            """The slots with rows."""
         else:
             count = round_up(max(rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
             self._active = self._states.first(count)

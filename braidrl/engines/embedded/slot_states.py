@@ -1,13 +1,13 @@
 """The states of rows in an engine's slots, and the tokens that one pass of compiled kernels reads.
 
 SlotStates  of every slot: the token to read next, its position, the tokens drawn so far
-    ──Pass.of──▶ Pass: each row's current token and guesses of its next ones ──model, draw──▶ SlotStates
+    ──Kernels.lay_out──▶ Pass: each row's current token and guesses of its next ones ──model, draw──▶ SlotStates
 
-Shapes: B slots, R rows, N tokens of a pass, K guesses of a row, V vocabulary, T response tokens, S stop tokens.
+Shapes: B slots, R rows, N tokens of a pass, V vocabulary, T response tokens, S stop tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from braidrl.data.token_columns import LOG_PROBS, column_of
 from braidrl.engines.requests import EngineRow
 
 NO_TOKEN = -1
-NO_SLOT = -1
 DRAWS = "draws"
 """Name of the column (3,) of how a token was drawn: the ends of the interval in [0, 1) whose random numbers draw it,
 and the number that did. The interval is empty if it is not known.
@@ -26,30 +25,40 @@ ROW_MULTIPLE = 16
 """Matrix products have a multiple of this many rows: with fewer, a CPU's kernels round the same row differently."""
 
 
+INTEGERS = ("current", "position", "shift", "drawn", "limit", "key", "first_draw")
+"""The fields of `SlotStates` that are rows of `SlotStates.integers`."""
+
+
 @dataclass
 class SlotStates:
-    """State of B slots; all tensors except `tokens`, `per_token` and `stop_token_ids` are (B,)."""
+    """State of B slots; the fields in INTEGERS and `active` are (B,)."""
 
-    current: Tensor
-    """The input token of the next step."""
-    position: Tensor
-    """The input token's position in the sequence; 0 in an idle slot."""
-    shift: Tensor
-    """The rope's offset of positions, whose axes images shorten."""
-    drawn: Tensor
-    """Number of tokens drawn so far."""
-    limit: Tensor
-    """Maximum number of tokens to draw."""
+    integers: Tensor
+    """(7, B), the memory of the fields in INTEGERS."""
     active: Tensor
-    key: Tensor
-    """The row's random key; the next random number has index `first_draw + drawn`."""
-    first_draw: Tensor
     stop_token_ids: Tensor
     """(B, S), padded with NO_TOKEN."""
     tokens: Tensor
     """(B, T), the tokens drawn so far."""
     per_token: dict[str, Tensor]
     """Columns of the drawn tokens by name, each (B, T, ...)."""
+    current: Tensor = field(init=False)
+    """The input token of the next step."""
+    position: Tensor = field(init=False)
+    """The input token's position in the sequence; 0 in an idle slot."""
+    shift: Tensor = field(init=False)
+    """The rope's offset of positions, whose axes images shorten."""
+    drawn: Tensor = field(init=False)
+    """Number of tokens drawn so far."""
+    limit: Tensor = field(init=False)
+    """Maximum number of tokens to draw."""
+    key: Tensor = field(init=False)
+    """The row's random key; the next random number has index `first_draw + drawn`."""
+    first_draw: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, values in zip(INTEGERS, self.integers, strict=True):
+            setattr(self, name, values)
 
     @staticmethod
     def idle(slots: int, dtype: torch.dtype, device: torch.device, draws: bool = False) -> "SlotStates":
@@ -57,9 +66,8 @@ class SlotStates:
         per_token = {LOG_PROBS: torch.zeros(slots, 1, dtype=dtype, device=device)}
         if draws:
             per_token[DRAWS] = torch.zeros(slots, 1, 3, device=device)
-        integers = ("current", "position", "shift", "drawn", "limit", "key", "first_draw")
         return SlotStates(
-            **{name: torch.zeros(slots, dtype=torch.int64, device=device) for name in integers},
+            torch.zeros((len(INTEGERS), slots), dtype=torch.int64, device=device),
             active=torch.zeros(slots, dtype=torch.bool, device=device),
             stop_token_ids=torch.full((slots, 1), NO_TOKEN, device=device),
             tokens=torch.zeros(slots, 1, dtype=torch.int64, device=device),
@@ -78,46 +86,37 @@ class SlotStates:
         self.tokens = widened(self.tokens, longest)
         self.per_token = {name: widened(values, longest) for name, values in self.per_token.items()}
         self.stop_token_ids = widened(self.stop_token_ids, stopping, NO_TOKEN)
-        requests = [row.request for row in rows.values()]
-        stops = torch.full((len(rows), self.stop_token_ids.shape[1]), NO_TOKEN)
-        for number, row in enumerate(rows.values()):
-            stops[number, : len(row.stop_token_ids)] = torch.tensor(row.stop_token_ids, dtype=torch.int64)
-        values = {
-            "current": torch.stack([request.prompt[-1] for request in requests]),
-            "position": torch.tensor([len(request.prompt) - 1 for request in requests]),
-            "shift": torch.tensor([row.rope_shift for row in rows.values()]),
-            "drawn": torch.zeros(len(requests), dtype=torch.int64),
-            "limit": torch.tensor([row.limit for row in rows.values()]),
-            "active": torch.ones(len(requests), dtype=torch.bool),
-            "key": torch.tensor([request.key(seed) for request in requests]),
-            "first_draw": torch.tensor([request.first_draw for request in requests]),
-            "stop_token_ids": stops,
-        }
-        slots = torch.tensor(list(rows), device=self.current.device)
-        for name, value in values.items():
-            getattr(self, name)[slots] = value.to(self.current.device)
+        of_rows, width = list[list[int]](), self.stop_token_ids.shape[1]
+        for row in rows.values():
+            request = row.request
+            ids = [*row.stop_token_ids, *[NO_TOKEN] * (width - len(row.stop_token_ids))]
+            first, last = int(request.prompt[-1]), len(request.prompt) - 1
+            of_rows.append([first, last, row.rope_shift, 0, row.limit, request.key(seed), request.first_draw, *ids])
+        slots, values = torch.tensor(list(rows)), torch.tensor(of_rows)
+        slots, values = slots.to(self.current.device), values.to(self.current.device)
+        self.integers[:, slots] = values[:, : len(INTEGERS)].T
+        self.stop_token_ids[slots] = values[:, len(INTEGERS) :]
+        self.active[slots] = True
 
     def end(self, slots: Sequence[int]) -> None:
         """Make slots idle: they participate in every step, at position 0 and without effect."""
         slot_index = torch.tensor(slots, dtype=torch.int64, device=self.current.device)
-        for name in ("current", "position", "shift", "drawn", "limit", "active"):
-            getattr(self, name)[slot_index] = 0
+        self.integers[:, slot_index] = 0
+        self.active[slot_index] = False
         self.stop_token_ids[slot_index] = NO_TOKEN
 
     def move(self, source: int, target: int) -> None:
         """Move the state of slot `source` to `target`, and make `source` idle."""
-        for tensor in self.tensors().values():
+        self.integers[:, target] = self.integers[:, source]
+        for tensor in (self.active, self.stop_token_ids, self.tokens, *self.per_token.values()):
             tensor[target] = tensor[source]
         self.end([source])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by its name."""
-        return {**{name: value for name, value in vars(self).items() if name != "per_token"}, **self.per_token}
-
     def first(self, count: int) -> "SlotStates":
         """Return views of the first `count` slots."""
-        views = {name: value[:count] for name, value in vars(self).items() if name != "per_token"}
-        return SlotStates(**views, per_token={name: values[:count] for name, values in self.per_token.items()})
+        per_token = {name: values[:count] for name, values in self.per_token.items()}
+        active, stops, tokens = self.active[:count], self.stop_token_ids[:count], self.tokens[:count]
+        return SlotStates(self.integers[:, :count], active, stops, tokens, per_token)
 
     def advance(self, tokens: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """Append the drawn tokens (B,) and their columns (B, ...), and mark active slots that reached a stop token or
@@ -150,40 +149,23 @@ def indices_of(mask: Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Pass:
-    """The tokens that one step of compiled kernels reads: the current token of each row, its guesses, and padding."""
+    """The tokens that one step of compiled kernels reads: the current token of each row, its guesses, and padding. All
+    tensors but the first two are (N,).
+    """
 
-    slots: Tensor
+    row_slots: Tensor
     """(R,), the slot of each row."""
     starts: Tensor
     """(R + 1,), the start of each row's tokens; the last entry is the end of all."""
     rows: Tensor
-    """(N,), the row of each token; 0 for padding."""
-    offsets: Tensor
-    """(N,), a token's distance from the current token of its row."""
-    token_slots: Tensor
-    """(N,), NO_SLOT for padding."""
-    guesses: Tensor | None = None
-    """(R, K), the guesses, of which a prefix is read."""
-
-    @staticmethod
-    def of(slots: Tensor, multiple: int, guesses: tuple[Tensor, Tensor] | None = None) -> "Pass":
-        """Read the current token of the rows in these slots (R,), and of each row its guesses (R, K).
-
-        The pass has a multiple of `multiple` tokens.
-        """
-        counts = torch.ones_like(slots) if guesses is None else guesses[1] + 1
-        starts = pad(counts.cumsum(0), (1, 0))
-        filler = -int(starts[-1]) % multiple
-        rows = torch.repeat_interleave(torch.arange(len(slots)), counts)
-        offsets = torch.arange(len(rows)) - starts[rows]
-        token_slots = pad(slots[rows], (0, filler), value=NO_SLOT)
-        return Pass(
-            slots, starts, pad(rows, (0, filler)), pad(offsets, (0, filler)), token_slots, guesses and guesses[0]
-        )
-
-    def tokens(self, states: SlotStates) -> Tensor:
-        """Return the ids that are read, (N,)."""
-        current = states.current[self.slots[self.rows]]
-        if self.guesses is None:
-            return current
-        return torch.where(self.offsets > 0, self.guesses[self.rows, self.offsets - 1], current)
+    """The row of each token; padding repeats the first row's current token."""
+    slots: Tensor
+    """The slot of each token, -1 for padding."""
+    tokens: Tensor
+    numbers: Tensor
+    """Each token's number among those that its row will have drawn."""
+    positions: Tensor
+    """Each token's position in the sequence."""
+    shifts: Tensor
+    uniforms: Tensor
+    """The numbers, float64, that draw the tokens behind each."""

@@ -24,7 +24,6 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.random import uniform
 from braidrl.engines.embedded.slot_states import DRAWS, SlotStates
 from braidrl.engines.requests import Request
 from braidrl.native.building import address, library
@@ -180,18 +179,15 @@ class Guesses:
         """Return guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability that all up to
         each are right, (R, K) float32.
         """
-        drafts, most = torch.empty((len(slots), LONGEST), dtype=torch.int64), (states.limit - states.drawn)[slots] - 1
-        positions = (states.first_draw + states.drawn)[slots, None] + torch.arange(LONGEST)
-        probabilities, uniforms = torch.empty(drafts.shape), uniform(states.key[slots, None], positions).float()
+        drafts, probabilities = torch.empty((len(slots), LONGEST), dtype=torch.int64), torch.empty(len(slots), LONGEST)
+        of_slots = self._read, states.drawn, states.limit, states.key, states.first_draw
         done = self._functions.draft(
             address(self._pointers, torch.int64),
             address(self.cells, torch.float32),
             address(self._preceding, torch.int64),
             address(states.tokens, torch.int64),
             address(states.per_token[DRAWS], torch.float32),
-            *(address(integers, torch.int64) for integers in (slots, self._read, states.drawn, most)),
-            address(uniforms, torch.float32),
-            address(drafts, torch.int64),
+            *(address(integers, torch.int64) for integers in (slots, *of_slots, drafts)),
             address(probabilities, torch.float32),
             len(slots),
             states.tokens.shape[1],

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from braidrl.algorithms.random import uniform
 from braidrl.data.rows import FinishReason
 from braidrl.data.token_columns import LOG_PROBS
 from braidrl.engines.embedded import native_decoder as native
 from braidrl.engines.embedded.cpu_kernels import Kernels
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
 from braidrl.engines.embedded.native_decoder import native_decoder, side_by_side
-from braidrl.engines.embedded.slot_states import DRAWS
+from braidrl.engines.embedded.slot_states import DRAWS, SlotStates
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.native import building
 from braidrl.native.building import build, library
@@ -129,6 +130,26 @@ def test_a_uniform_at_either_end_draws_a_token_with_a_weight() -> None:
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     tokens, _ = kernels.draw(logits, torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.bool), ends)
     assert tokens.tolist() == [17, 280]
+
+
+def test_a_pass_reads_each_rows_token_its_guesses_and_padding_with_the_numbers_that_draw() -> None:
+    kernels = Kernels(library("decode", torch.float32, HEAD=64, GROUP=2), torch.float32)
+    states = SlotStates.idle(4, torch.float32, torch.device("cpu"), draws=True)
+    states.integers.copy_(torch.randint(0, 99, states.integers.shape))
+    states.key[:] = torch.tensor([3, -(2**63), 2**63 - 1, -5])
+    slots, drafts = torch.tensor([3, 1]), torch.tensor([[7, 8, 9], [4, 5, 6]])
+    read = kernels.lay_out(slots, (drafts, torch.tensor([0, 2])), states, 8)
+    assert read.rows.tolist() == [0, 1, 1, 1, 0, 0, 0, 0] and read.starts.tolist() == [0, 1, 4]
+    assert read.slots.tolist() == [3, 1, 1, 1, -1, -1, -1, -1]
+    assert read.tokens.tolist() == [int(states.current[3]), int(states.current[1]), 4, 5, *[int(states.current[3])] * 4]
+    of_tokens, offsets = slots[read.rows], torch.tensor([0, 0, 1, 2, 0, 0, 0, 0])
+    assert torch.equal(read.positions, states.position[of_tokens] + offsets)
+    assert torch.equal(read.numbers, states.drawn[of_tokens] + offsets)
+    assert torch.equal(read.shifts, states.shift[of_tokens])
+    numbers = states.first_draw[of_tokens] + read.numbers
+    assert torch.equal(read.uniforms, uniform(states.key[of_tokens], numbers)), "to the bit"
+    plain = kernels.lay_out(slots, None, states, 1)
+    assert plain.starts.tolist() == [0, 1, 2] and torch.equal(plain.tokens, states.current[slots])
 
 
 def test_kernels_are_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
