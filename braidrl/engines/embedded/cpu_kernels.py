@@ -94,9 +94,7 @@ class Kernels:
             raise MemoryError("no memory for the scores of a decode step")
         return out
 
-    def lay_out(
-        self, slots: Tensor, guesses: tuple[Tensor, Tensor] | None, states: SlotStates, multiple: int
-    ) -> Pass:
+    def lay_out(self, slots: Tensor, guesses: tuple[Tensor, Tensor] | None, states: SlotStates, multiple: int) -> Pass:
         """Return the pass that reads the current token of the rows in these slots (R,), and of each row as many of its
         guesses (R, K) as `guesses` says beside them, (R,). It has a multiple of `multiple` tokens.
         """
