@@ -139,8 +139,10 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
         replace(request, sampling=replace(request.sampling, max_tokens=20 + 29 * number % 200))
         for number, request in enumerate(requests(subject, 40))
     ]
-    expected = all_alone(submitted)
-    dying, answered = service.engines[0], []
+    dying, staying, answered = service.engines[0], service.engines[1], []
+    # Kernels of vLLM round otherwise than those of training, so that a draw at the end of an interval may differ.
+    of_one = service.run(lambda _: all_of(staying, submitted)) if kind == "vllm" else []
+    expected = {row.uid: row.tokens.tolist() for row in of_one} or all_alone(submitted)
 
     def kill(finished: Response) -> None:
         answered.append(finished.uid)
