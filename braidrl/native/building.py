@@ -63,8 +63,8 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
     "drafts": {
         "open_book": [POINTER],
         "close_book": [None, POINTER],
-        "read_text": [INT, *[POINTER] * 5, *[LONG] * 2],
-        "draft": [INT, *[POINTER] * 13, *[LONG] * 3, FLOAT],
+        "read_text": [INT, *[POINTER] * 6, *[LONG] * 2],
+        "draft": [INT, *[POINTER] * 14, *[LONG] * 3, FLOAT],
     },
     "layers": {
         "norm_forward": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],

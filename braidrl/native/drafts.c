@@ -8,8 +8,8 @@
    with the token's interval when it was drawn last, and how often it came.
 
    How often a guess is right is measured in cells: by the context's length, by how far u is from the ends of a known interval,
-   or without intervals by the token's share of all that came, and by how many came. A cell is two floats: tokens that were right, and all.
-   The guess is the token of the most reliable cell. */
+   or without intervals by the token's share of all that came, and by how many came. The guess is the token of the most reliable cell.
+   The best of several measurements is too good on average: how often such guesses are right is measured again, in bins of it. */
 #include "numbers.h"
 #include <string.h>
 
@@ -19,8 +19,9 @@
 #define INSIDE 4
 #define OUTSIDE 3
 #define COUNTS 4
+#define BINS 20
 #define TOKENS 8     /* that are kept of a context */
-#define KEPT 4096.0f /* tokens after which a cell's numbers are halved, so that the latest count most */
+#define KEPT 4096.0f /* guesses after which numbers are halved, so that the latest count most */
 static const int LENGTHS[ORDERS] = {1, 2, 4, 8, 16};
 static const float NEAR[INSIDE - 1] = {0.003f, 0.01f, 0.03f}; /* distances of u from the ends of an interval */
 
@@ -35,6 +36,11 @@ typedef struct {
     node *nodes;
     int64_t room, used;
 } book;
+
+/* Guesses that were right, and all. */
+typedef struct {
+    float right, all;
+} measured;
 
 /* How a token was drawn: its interval, and the number. */
 typedef struct {
@@ -87,8 +93,13 @@ static int step_of(float distance, int most) {
     return step;
 }
 
+static void measure(measured *m, int is_right) {
+    m->right += (float)is_right;
+    if (++m->all > KEPT) m->right /= 2, m->all /= 2;
+}
+
 /* The cell of the token that is likeliest to follow a context where u is `uniform`, or unknown below 0; NULL if nothing has. */
-static float *cell_of(const book *b, float *cells, int order, uint64_t context, float uniform, int32_t *token) {
+static measured *cell_of(const book *b, measured *cells, int order, uint64_t context, float uniform, int32_t *token) {
     const node *most = NULL, *nearest = NULL;
     float margin = -2; /* of u from the nearest end, negative outside of the interval */
     int total = 0;
@@ -105,7 +116,24 @@ static float *cell_of(const book *b, float *cells, int order, uint64_t context, 
     int kind = most->count * SHARES / (total + 1), count = total < 3 ? total - 1 : total < 8 ? 2 : 3;
     if (nearest) kind = margin >= 0 ? SHARES + step_of(margin, INSIDE - 1) : SHARES + INSIDE + step_of(-margin, OUTSIDE - 1);
     *token = nearest ? nearest->token : most->token;
-    return cells + 2 * ((order * (SHARES + INSIDE + OUTSIDE) + kind) * COUNTS + count);
+    return cells + ((order * (SHARES + INSIDE + OUTSIDE) + kind) * COUNTS + count);
+}
+
+/* The bin of guesses whose most reliable cell is right so often; half as many wrong guesses are two bins further. */
+static measured *bin_of(measured *bins, float reliability) {
+    int bin = (int)(-2 * log2f(1.0001f - reliability));
+    return bins + (bin < BINS ? bin : BINS - 1);
+}
+
+/* The guess of the token that follows these contexts, and its bin; NULL without one. */
+static measured *guess_of(const book *b, measured *cells, measured *bins, const uint64_t *contexts, float uniform, int64_t *guess) {
+    float best = 0;
+    for (int order = 0; order < ORDERS; order++) {
+        int32_t token;
+        const measured *cell = cell_of(b, cells, order, contexts[order], uniform, &token);
+        if (cell && cell->right / cell->all >= best) best = cell->right / cell->all, *guess = token;
+    }
+    return best > 0 ? bin_of(bins, best) : NULL;
 }
 
 /* Counts a token that follows a context; where TOKENS others are known, it takes the place of the last one. */
@@ -119,21 +147,22 @@ static void add(book *b, uint64_t context, int32_t token, const draw *drawn) {
     if (drawn && drawn->low < drawn->high) n->low = drawn->low, n->high = drawn->high;
 }
 
-/* Reads a text's tokens from .. to into a book, with how they were drawn, or without; counts in `cells`, where given, which guesses
-   are right. Returns 0 without memory. */
-int read_text(book *b, float *cells, const int64_t *before, const int64_t *text, const draw *drawn, int64_t from, int64_t to) {
+/* Reads a text's tokens from .. to into a book, with how they were drawn, or without; measures in `cells` and `bins`, where given,
+   which guesses are right. Returns 0 without memory. */
+int read_text(book *b, measured *cells, measured *bins, const int64_t *before, const int64_t *text, const draw *drawn, int64_t from,
+              int64_t to) {
     if (!has_room(b, (to - from) * ORDERS)) return 0;
     for (int64_t i = from; i < to; i++) {
         uint64_t contexts[ORDERS];
         contexts_of(before, text, i, contexts);
         float uniform = drawn && drawn[i].low < drawn[i].high ? drawn[i].uniform : -1;
+        int64_t guess;
+        measured *bin = cells ? guess_of(b, cells, bins, contexts, uniform, &guess) : NULL;
+        if (bin) measure(bin, guess == text[i]);
         for (int order = 0; order < ORDERS; order++) {
-            int32_t guess;
-            float *cell = cells ? cell_of(b, cells, order, contexts[order], uniform, &guess) : NULL;
-            if (cell) {
-                cell[0] += (float)(guess == (int32_t)text[i]);
-                if (++cell[1] > KEPT) cell[0] /= 2, cell[1] /= 2;
-            }
+            int32_t token;
+            measured *cell = cells ? cell_of(b, cells, order, contexts[order], uniform, &token) : NULL;
+            if (cell) measure(cell, token == (int32_t)text[i]);
             add(b, contexts[order], (int32_t)text[i], drawn ? drawn + i : NULL);
         }
     }
@@ -144,14 +173,14 @@ int read_text(book *b, float *cells, const int64_t *before, const int64_t *text,
    of no use: drafts and the probability that all tokens up to each are right, (rows, longest), 0 from the first one that is less
    likely than `least`. Row r is slot slots[r]; before is (slots, DEPTH), tokens and draws are (slots, room), and read, the drawn
    tokens, their limits, and the keys and first index of the numbers that draw them are (slots). Returns 0 without memory. */
-int draft(book **books, float *cells, const int64_t *before, const int64_t *tokens, const draw *draws, const int64_t *slots, int64_t *read,
+int draft(book **books, measured *cells, measured *bins, const int64_t *before, const int64_t *tokens, const draw *draws, const int64_t *slots, int64_t *read,
           const int64_t *drawn, const int64_t *limits, const int64_t *keys, const int64_t *first_draws, int64_t *drafts,
           float *probabilities, int64_t rows, int64_t room, int64_t longest, float least) {
     memset(probabilities, 0, sizeof(float) * (size_t)(rows * longest));
     memset(drafts, 0, sizeof(int64_t) * (size_t)(rows * longest));
     for (int64_t r = 0; r < rows; r++) {
         int64_t slot = slots[r], end = drawn[slot], first = slot * room;
-        if (!read_text(books[slot], cells, before + slot * DEPTH, tokens + first, draws + first, read[slot], end)) return 0;
+        if (!read_text(books[slot], cells, bins, before + slot * DEPTH, tokens + first, draws + first, read[slot], end)) return 0;
         read[slot] = end;
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -166,14 +195,10 @@ int draft(book **books, float *cells, const int64_t *before, const int64_t *toke
         float all = 1;
         for (int64_t d = 0; d < limits[slot] - end - 1 && d < longest; d++) {
             uint64_t contexts[ORDERS];
-            float best = 0, uniform = (float)uniform_of(keys[slot], first_draws[slot] + end + d);
+            float uniform = (float)uniform_of(keys[slot], first_draws[slot] + end + d);
             contexts_of(text, text, DEPTH + d, contexts);
-            for (int order = 0; order < ORDERS; order++) {
-                int32_t token;
-                const float *cell = cell_of(books[slot], cells, order, contexts[order], uniform, &token);
-                if (cell && cell[0] / cell[1] >= best) best = cell[0] / cell[1], text[DEPTH + d] = token;
-            }
-            all *= best;
+            const measured *bin = guess_of(books[slot], cells, bins, contexts, uniform, text + DEPTH + d);
+            all *= bin ? bin->right / bin->all : 0;
             if (all < least) break;
             drafts[r * longest + d] = text[DEPTH + d];
             probabilities[r * longest + d] = all;

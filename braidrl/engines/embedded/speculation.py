@@ -35,6 +35,8 @@ INSIDE, OUTSIDE = (0.5, 0.7, 0.85, 0.95), (0.3, 0.15, 0.05)
 SHARES = 8
 CELLS = (5, SHARES + len(INSIDE) + len(OUTSIDE), 4)
 """Cells of reliability: lengths of contexts, kinds of guesses, numbers of occurrences, as in drafts.c."""
+BINS = 20
+"""Bins of reliability of the best guess of all contexts, as in drafts.c."""
 LONGEST = 16
 """Guesses of a row in one pass."""
 LEAST = 0.02
@@ -105,6 +107,7 @@ class Book:
         done = self._functions.read_text(
             self.address,
             None,
+            None,
             address(before, torch.int64),
             address(text, torch.int64),
             None if draws is None else address(draws.contiguous(), torch.float32),
@@ -131,6 +134,8 @@ class Guesses:
         # Before any measurement, a guess is assumed to be as reliable as its token's share of those that came.
         shares = [number / SHARES for number in range(SHARES)]
         self.cells[..., 0] = torch.tensor([*shares, *INSIDE, *OUTSIDE])[None, :, None]
+        # Of the best guesses as often as their cells say.
+        self.bins = torch.stack([1 - 2 ** (-(torch.arange(BINS) + 0.5) / 2), torch.ones(BINS)], 1)
 
     def begin(self, slot: int, request: Request) -> None:
         """Prepare a slot for a row that starts or resumes."""
@@ -184,6 +189,7 @@ class Guesses:
         done = self._functions.draft(
             address(self._pointers, torch.int64),
             address(self.cells, torch.float32),
+            address(self.bins, torch.float32),
             address(self._preceding, torch.int64),
             address(states.tokens, torch.int64),
             address(states.per_token[DRAWS], torch.float32),
@@ -293,8 +299,6 @@ class Speculation:
         self.costs: Costs = self.measured.seconds
         self._wait = self._left = 0
         """Passes between two considerations of guesses, and until the next one."""
-        self._expected, self.trust = 0.0, 1.0
-        """Accepted guesses per expected one, at most 1."""
         self._plain, self._credit = 1.0, CREDIT
         """Seconds of the present pass without guesses; passes that guesses may cost before they have to wait."""
         self._unread: dict[int, Request] = {}
@@ -321,7 +325,7 @@ class Speculation:
         """Return the guesses (R, K) of the rows in `slots` (R,) and the number that a pass takes of each row's, (R,);
         None for no guesses.
         """
-        self._expected, rows = 0.0, len(slots)
+        rows = len(slots)
         if rows > FEW:
             return None
         self._plain = self.costs(-(-rows // self._multiple) * self._multiple, False)
@@ -340,17 +344,15 @@ class Speculation:
         self._unread.clear()
         drafts, probabilities = self.guesses.of(slots, states)
         ordered, order = probabilities.flatten().sort(descending=True, stable=True)
-        likely = ordered[: max(0, self._most - len(slots))].tolist()
-        likely = [probability * self.trust for probability in likely if probability > 0]
-        chosen = useful_guesses(likely, len(slots), self.costs, self._multiple, self._most)
+        likely = [probability for probability in ordered[: max(0, self._most - rows)].tolist() if probability > 0]
+        chosen = useful_guesses(likely, rows, self.costs, self._multiple, self._most)
         if not chosen:
             self._wait = min(MOST_WAIT, 2 * self._wait + 1)
             self._left = self._wait
             return None
         self._wait = 0
-        self._expected = sum(likely[:chosen]) / self.trust
         # A row's guesses are in order: none is more probable than the previous one.
-        counts = torch.bincount(order[:chosen] // LONGEST, minlength=len(slots))
+        counts = torch.bincount(order[:chosen] // LONGEST, minlength=rows)
         return drafts, counts
 
     def observe(self, size: int, rows: int, guesses: int, accepted: int, seconds: float) -> None:
@@ -358,8 +360,3 @@ class Speculation:
         self.measured.add(size, guesses > 0, seconds)
         saved = (rows + accepted) / rows - seconds / self._plain if guesses else LOSS
         self._credit = min(2 * CREDIT, self._credit + saved)
-        if guesses:
-            self.trust += 0.1 * (min(1.0, accepted / max(self._expected, 0.5)) - self.trust)
-        else:
-            # Guesses that were wrong in the past are tried again.
-            self.trust += 0.01 * (1.0 - self.trust)
