@@ -174,12 +174,18 @@ def responses(
     return decoded(tokenizer, list(sampled), skip_special_tokens)
 
 
+WORTH_THREADS = 4096
+"""Tokens from which on threads that decode rows save more than it takes to wake them."""
+
+
 def decoded(tokenizer: Any, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-    """Return the text of each row of ids, as `tokenizer.decode` does: in one call of the Rust library, if it can."""
+    """Return the text of each row of ids, as `tokenizer.decode` does: by the Rust library, if it can."""
     from transformers import PreTrainedTokenizerFast  # Processes that only call verifiers do not need it.
 
     plain = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
     if plain and not tokenizer.clean_up_tokenization_spaces:
-        texts: list[str] = tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=skip_special_tokens)
-        return texts
+        tokenizer = tokenizer.backend_tokenizer
+        if sum(map(len, rows)) > WORTH_THREADS:
+            texts: list[str] = tokenizer.decode_batch(rows, skip_special_tokens=skip_special_tokens)
+            return texts
     return [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in rows]
