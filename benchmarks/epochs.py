@@ -12,9 +12,10 @@ The arithmetic task's model is made first, in about a minute: it imitates a teac
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shutil
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ WORK = Path("build/epochs")
 RESULT = Path("benchmarks/results/epochs.json")
 STAGE = "actor.generate"
 WAYS = ("off", "auto")
+WIDTHS = (12, 14, 15, 16, 16, 16, 16)
 
 
 def arithmetic(prompts: int) -> list[str]:
@@ -115,7 +117,14 @@ def epoch(number: int, plain: dict[str, Any], guessed: dict[str, Any]) -> dict[s
     assert not differing, f"epoch {number} differs in {', '.join(differing)}"
     seconds = [line[f"time/{STAGE}"] for line in (plain, guessed)]
     shares = {name: guessed.get(f"speculation/{STAGE}/{name}") for name in ("passes", "drafted", "accepted")}
-    return {"epoch": number, "seconds_off": seconds[0], "seconds_auto": seconds[1], **shares}
+    times = {"seconds_off": seconds[0], "seconds_auto": seconds[1], "ratio": seconds[0] / seconds[1]}
+    return {"epoch": number, **times, **shares}
+
+
+def medians(of_turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of one epoch's figures over the turns, and the ratio of each turn."""
+    middle = {name: statistics.median(turn[name] or 0.0 for turn in of_turns) for name in of_turns[0]}
+    return {**middle, "ratios": [turn["ratio"] for turn in of_turns]}
 
 
 def main() -> None:
@@ -124,18 +133,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10, help="steps, each an epoch over all prompts")
     parser.add_argument("--slots", type=int, default=128, help="rows that are decoded at once")
-    parser.add_argument("--turns", type=int, default=1, help="runs of each side, in turn; the fastest counts")
+    parser.add_argument("--turns", type=int, default=1, help="runs of each side, in turn; figures are medians")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engine's weights")
     arguments = parser.parse_args()
     for name in arguments.tasks:
         task = [*TASKS[name](arguments.prompts), f"rollout.dtype={arguments.dtype}", f"rollout.slots={arguments.slots}"]
-        best: dict[str, list[dict[str, Any]]] = {}
-        for turn, way in itertools.product(range(arguments.turns), WAYS):
-            lines = run(task, f"{name}-{turn}", arguments.prompts, arguments.steps, way)
-            earlier = best.get(way, lines)
-            key = f"time/{STAGE}"
-            best[way] = [{**new, key: min(old[key], new[key])} for old, new in zip(earlier, lines, strict=True)]
-        epochs = [epoch(i + 1, *pair) for i, pair in enumerate(zip(best["off"], best["auto"], strict=True))]
+        turns: list[list[dict[str, Any]]] = []
+        for turn in range(arguments.turns):
+            both = (run(task, f"{name}-{turn}", arguments.prompts, arguments.steps, way) for way in WAYS)
+            turns.append([epoch(i + 1, *pair) for i, pair in enumerate(zip(*both, strict=True))])
+        epochs = [medians(of_turns) for of_turns in zip(*turns, strict=True)]
         for one, share in zip(epochs, repeated(WORK / f"{name}-0-auto", arguments.steps), strict=True):
             one["repeated"] = share
         rows = f"{arguments.prompts} prompts x 8 samples in {arguments.slots} slots"
@@ -143,10 +150,11 @@ def main() -> None:
         heads = "passes a token  guesses a token  of them right  tokens repeated"
         print(f"epoch  seconds off  seconds auto  times as fast  {heads}")
         for one in epochs:
-            ratio = one["seconds_off"] / one["seconds_auto"]
-            shares = [one[share] or 0.0 for share in ("passes", "drafted", "accepted", "repeated")]
-            figures = "".join(f"{share:>16.2f}" for share in shares)
-            print(f"{one['epoch']:>5} {one['seconds_off']:>12.2f} {one['seconds_auto']:>13.2f} {ratio:>14.2f}{figures}")
+            names = ("seconds_off", "seconds_auto", "ratio", "passes", "drafted", "accepted", "repeated")
+            print(
+                f"{one['epoch']:>5} "
+                + "".join(f"{one[name]:>{width}.2f}" for name, width in zip(names, WIDTHS, strict=True))
+            )
         known = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
         known[f"{name} {arguments.dtype} {arguments.slots} slots"] = {
             **vars(arguments),

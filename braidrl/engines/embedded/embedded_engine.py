@@ -180,6 +180,8 @@ class EmbeddedEngine(SteppingEngine):
                 self._native.refresh()
         if self.images is not None and self.images.tower_changes:
             self.images.clear()
+        if self.speculation is not None:
+            self.speculation.try_again()
         self._prompts.clear()
         self.version = version
 

@@ -23,6 +23,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from braidrl.engines.embedded.slot_states import DRAWS, SlotStates
 from braidrl.engines.requests import Request
@@ -45,10 +46,12 @@ GAIN = 1.1
 """Guesses are taken if a pass then draws so many times as many tokens per second."""
 FEW = 32
 """The most rows for which guesses are considered: with more, a pass is bound by arithmetic, not by reading weights."""
-LOSS = 0.02
+LOSS = 0.01
 """The share of passes that guesses may cost more than they save, in the long run."""
-CREDIT = 1.0
-"""Passes that guesses may cost at first; at most twice as many after they have saved some."""
+CREDIT = 2.0
+"""Passes that guesses may cost at first, and again with new weights; at most twice as many after some were saved."""
+SETTLED = 100
+"""Passes after which new weights renew the credit."""
 RECHECK = 4
 """Passes until costs are looked at again while rows fill the machine."""
 MOST_WAIT = 64
@@ -212,10 +215,7 @@ class Guesses:
 
 def last_tokens(ids: Tensor) -> Tensor:
     """Return the last DEPTH of these ids, (DEPTH,), padded with -1 at the front."""
-    last = torch.full((DEPTH,), -1, dtype=torch.int64)
-    if kept := min(DEPTH, len(ids)):
-        last[DEPTH - kept :] = ids[-kept:]
-    return last
+    return pad(ids, (DEPTH - len(ids), 0), value=-1) if len(ids) < DEPTH else ids[-DEPTH:]
 
 
 class PassCosts:
@@ -299,8 +299,10 @@ class Speculation:
         self.costs: Costs = self.measured.seconds
         self._wait = self._left = 0
         """Passes between two considerations of guesses, and until the next one."""
-        self._plain, self._credit = 1.0, CREDIT
-        """Seconds of the present pass without guesses; passes that guesses may cost before they have to wait."""
+        self._plain, self._credit, self._passes = 1.0, CREDIT, 0
+        """Seconds of the present pass without guesses; passes that guesses may cost before they have to wait; passes
+        since the credit was renewed.
+        """
         self._unread: dict[int, Request] = {}
         """The rows in slots whose texts are read only when few enough rows are left."""
 
@@ -320,6 +322,12 @@ class Speculation:
         """Forget the rows; responses are kept."""
         self._unread.clear()
         self.guesses.clear()
+
+    def try_again(self) -> None:
+        """Let guesses cost some passes again, because the weights are new, and with them often the texts."""
+        if self._passes >= SETTLED:
+            self._credit, self._passes = max(self._credit, CREDIT), 0
+        self._wait = self._left = 0
 
     def choose(self, slots: Tensor, states: SlotStates) -> tuple[Tensor, Tensor] | None:
         """Return the guesses (R, K) of the rows in `slots` (R,) and the number that a pass takes of each row's, (R,);
@@ -358,5 +366,6 @@ class Speculation:
     def observe(self, size: int, rows: int, guesses: int, accepted: int, seconds: float) -> None:
         """Record a pass of `size` tokens, with its seconds of this thread."""
         self.measured.add(size, guesses > 0, seconds)
+        self._passes += 1
         saved = (rows + accepted) / rows - seconds / self._plain if guesses else LOSS
         self._credit = min(2 * CREDIT, self._credit + saved)

@@ -89,7 +89,8 @@ class SlotCache:
         for number, (keys, values) in enumerate(prefix.keys_values):
             layer = self.layer(number, len(keys), (keys.shape[-1], values.shape[-1]))
             for store, states in zip(layer, (keys, values), strict=True):
-                store[slots, :, : states.shape[1]] = states[None]
+                copies = states.expand(len(slots), *states.shape)
+                store[:, :, : states.shape[1]].index_copy_(0, slots, copies)  # on a CPU faster than an assignment
         for number, states_of_mixer in enumerate(prefix.states):
             stored = self.mixer(number, states_of_mixer)
             for name, value in states_of_mixer.items():
