@@ -91,6 +91,7 @@ def run(task: list[str], name: str, prompts: int, steps: int, speculation: str) 
         "rollout.samples_per_prompt=8",
         "evaluation.every=0",
         "reward.verify={name: gsm8k, params: {flexible: true}}",
+        "reward.processes=0",  # checks in this process, so that no other one takes a core from generation
         "trackers=[]",
     ]
     return [line for line in read_metrics(train(load_config(None, overrides))) if line["step"] > 0]
