@@ -21,14 +21,15 @@ from statistics import median
 from typing import Any
 from weakref import finalize
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from braidrl.engines.embedded.slot_states import DRAWS, SlotStates
 from braidrl.engines.requests import Request
 from braidrl.native.building import address, library
 
+Array = np.ndarray[Any, Any]
 DEPTH = 16
 """Tokens of the longest context, as in drafts.c."""
 INSIDE, OUTSIDE = (0.5, 0.7, 0.85, 0.95), (0.3, 0.15, 0.05)
@@ -73,14 +74,14 @@ class EarlierResponses:
 
     def __init__(self, most_tokens: int = REMEMBERED_TOKENS) -> None:
         self._most_tokens, self._tokens = most_tokens, 0
-        self._of_prompt: OrderedDict[bytes, deque[tuple[Tensor, Tensor]]] = OrderedDict()
+        self._of_prompt: OrderedDict[bytes, deque[tuple[Array, Array]]] = OrderedDict()
 
-    def add(self, prompt: bytes, response: Tensor, draws: Tensor) -> None:
+    def add(self, prompt: bytes, response: Array, draws: Array) -> None:
         """Add a response (T,) with its draws (T, 3)."""
         if (responses := self._of_prompt.get(prompt)) is None:
             responses = self._of_prompt[prompt] = deque()
         self._of_prompt.move_to_end(prompt)
-        responses.append((response.to(torch.int32), draws.clone()))
+        responses.append((response.astype(np.int32), draws.copy()))
         self._tokens += len(response)
         if len(responses) > REMEMBERED:
             self._tokens -= len(responses.popleft()[0])
@@ -88,7 +89,7 @@ class EarlierResponses:
             _, forgotten = self._of_prompt.popitem(last=False)
             self._tokens -= sum(len(tokens) for tokens, _ in forgotten)
 
-    def of(self, prompt: bytes) -> Sequence[tuple[Tensor, Tensor]]:
+    def of(self, prompt: bytes) -> Sequence[tuple[Array, Array]]:
         """Return the responses with their draws."""
         return tuple(self._of_prompt.get(prompt, ()))
 
@@ -102,18 +103,19 @@ class Book:
         self.address: int = functions.open_book()
         finalize(self, functions.close_book, self.address)
 
-    def read(self, text: Tensor, before: Tensor, draws: Tensor | None = None, start: int = 0) -> None:
+    def read(self, text: Array, before: Array, draws: Array | None = None, start: int = 0) -> None:
         """Add a text (T,) with the tokens before it (DEPTH,), and the draws (T, 3) of a text that was drawn. The first
         `start` tokens of the text are there already.
         """
-        text = text.to(torch.int64).contiguous()
+        before, text = (np.ascontiguousarray(ids, np.int64) for ids in (before, text))
+        draws = None if draws is None else np.ascontiguousarray(draws, np.float32)
         done = self._functions.read_text(
             self.address,
             None,
             None,
-            address(before, torch.int64),
-            address(text, torch.int64),
-            None if draws is None else address(draws.contiguous(), torch.float32),
+            before.ctypes.data,
+            text.ctypes.data,
+            None if draws is None else draws.ctypes.data,
             start,
             len(text),
         )
@@ -129,9 +131,8 @@ class Guesses:
         self.available = self._functions is not None
         self._earlier, self._books = EarlierResponses(), dict[bytes, Book]()
         self._prompts: list[bytes | None] = [None] * slots
-        self._pointers = torch.zeros(slots, dtype=torch.int64)
-        self._preceding = torch.zeros(slots, DEPTH, dtype=torch.int64)
-        self._read = torch.zeros(slots, dtype=torch.int64)
+        self._pointers, self._preceding = np.zeros(slots, np.int64), np.zeros((slots, DEPTH), np.int64)
+        self._read = np.zeros(slots, np.int64)
         """Drawn tokens of each slot's row that its book has."""
         self.cells = torch.ones(*CELLS, 2)
         # Before any measurement, a guess is assumed to be as reliable as its token's share of those that came.
@@ -142,16 +143,16 @@ class Guesses:
 
     def begin(self, slot: int, request: Request) -> None:
         """Prepare a slot for a row that starts or resumes."""
-        ids, prompt_length = request.prompt, len(request.prompt) - request.continues
-        name = ids[:prompt_length].numpy().tobytes()
+        ids, prompt_length = request.prompt.numpy(), len(request.prompt) - request.continues
+        name = ids[:prompt_length].tobytes()
         if (book := self._books.get(name)) is None:
             book = self._books[name] = Book(self._functions)
             if responses := self._earlier.of(name):
                 # As one text: the last tokens of the prompt separate consecutive responses.
                 before = ids[max(0, prompt_length - DEPTH) : prompt_length]
-                text = torch.cat([part for response, _ in responses for part in (before, response)])
-                undrawn = torch.zeros(len(before), 3)
-                draws = torch.cat([part for _, drawn in responses for part in (undrawn, drawn)])
+                text = np.concatenate([part for response, _ in responses for part in (before, response)])
+                undrawn = np.zeros((len(before), 3), np.float32)
+                draws = np.concatenate([part for _, drawn in responses for part in (undrawn, drawn)])
                 book.read(text, last_tokens(ids[:0]), draws)
             start = max(0, prompt_length - PROMPT_TOKENS)
             book.read(ids[start:prompt_length], last_tokens(ids[:start]))
@@ -170,33 +171,35 @@ class Guesses:
         if not book.rows:
             del self._books[name]
         else:
-            book.read(drawn, self._preceding[slot], draws, int(self._read[slot]))
+            book.read(drawn.numpy(), self._preceding[slot], draws.numpy(), int(self._read[slot]))
         if not aborted:
             self.remember(request, drawn, draws)
 
     def remember(self, request: Request, drawn: Tensor, draws: Tensor) -> None:
         """Store a complete response for later epochs."""
-        prompt, response = request.prompt, drawn
+        prompt, response, of_response = request.prompt.numpy(), drawn.numpy(), draws.numpy()
         if request.continues:
-            prompt_length = len(prompt) - request.continues
-            prompt, response = prompt[:prompt_length], torch.cat([prompt[prompt_length:], drawn])
-            draws = torch.cat([torch.zeros(request.continues, 3), draws])
-        self._earlier.add(prompt.numpy().tobytes(), response, draws)
+            prompt, earlier = np.split(prompt, [len(prompt) - request.continues])
+            response = np.concatenate([earlier, response])
+            of_response = np.concatenate([np.zeros((len(earlier), 3), np.float32), of_response])
+        self._earlier.add(prompt.tobytes(), response, of_response)
 
     def of(self, slots: Tensor, states: SlotStates) -> tuple[Tensor, Tensor]:
         """Return guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability that all up to
         each are right, (R, K) float32.
         """
         drafts, probabilities = torch.empty((len(slots), LONGEST), dtype=torch.int64), torch.empty(len(slots), LONGEST)
-        of_slots = self._read, states.drawn, states.limit, states.key, states.first_draw
+        of_slots = states.drawn, states.limit, states.key, states.first_draw
         done = self._functions.draft(
-            address(self._pointers, torch.int64),
+            self._pointers.ctypes.data,
             address(self.cells, torch.float32),
             address(self.bins, torch.float32),
-            address(self._preceding, torch.int64),
+            self._preceding.ctypes.data,
             address(states.tokens, torch.int64),
             address(states.per_token[DRAWS], torch.float32),
-            *(address(integers, torch.int64) for integers in (slots, *of_slots, drafts)),
+            address(slots, torch.int64),
+            self._read.ctypes.data,
+            *(address(integers, torch.int64) for integers in (*of_slots, drafts)),
             address(probabilities, torch.float32),
             len(slots),
             states.tokens.shape[1],
@@ -213,9 +216,9 @@ class Guesses:
         self._prompts = [None] * len(self._prompts)
 
 
-def last_tokens(ids: Tensor) -> Tensor:
+def last_tokens(ids: Array) -> Array:
     """Return the last DEPTH of these ids, (DEPTH,), padded with -1 at the front."""
-    return pad(ids, (DEPTH - len(ids), 0), value=-1) if len(ids) < DEPTH else ids[-DEPTH:]
+    return ids[-DEPTH:] if len(ids) >= DEPTH else np.concatenate([np.full(DEPTH - len(ids), -1), ids])
 
 
 class PassCosts:

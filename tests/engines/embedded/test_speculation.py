@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -280,11 +281,11 @@ def test_a_resumed_rows_earlier_tokens_belong_to_its_response() -> None:
     ((kept, draws),) = guesses._earlier.of(prompt.numpy().tobytes())
     assert kept.tolist() == [8, 9, 10]
     assert draws.tolist() == torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.2, 0.5, 0.4]]).tolist()
-    assert last_tokens(prompt).tolist() == [-1] * (DEPTH - 4) + [0, 1, 2, 3]
+    assert last_tokens(prompt.numpy()).tolist() == [-1] * (DEPTH - 4) + [0, 1, 2, 3]
 
 
 def test_earlier_responses_of_the_prompts_used_longest_ago_are_forgotten() -> None:
     earlier = EarlierResponses(most_tokens=10)
     for name in (b"a", b"b", b"a", b"c"):
-        earlier.add(name, torch.arange(3), torch.zeros(3, 3))
+        earlier.add(name, np.arange(3), np.zeros((3, 3), np.float32))
     assert [len(earlier.of(name)) for name in (b"a", b"b", b"c")] == [2, 0, 1]
