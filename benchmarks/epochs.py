@@ -15,19 +15,23 @@ import argparse
 import json
 import shutil
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.machine import describe
 from braidrl.config import load_config
+from braidrl.engines.embedded.native_decoder import native_decoder
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.recorded_rows import read_rollouts
 from braidrl.observe.rollouts import rollout_path
 from braidrl.runtimes.restarts import train
 from braidrl.runtimes.saving.checkpoints import export_model
+from braidrl.training.compute.slots import SlotCache
 from examples.arithmetic.task import demonstrations, problems, questions, write_jsonl, write_model
 from examples.smollm2.fetch import FOLDER as SMOLLM2
 from examples.smollm2.fetch import fetch
@@ -38,6 +42,8 @@ RESULT = Path("benchmarks/results/epochs.json")
 STAGE = "actor.generate"
 WAYS = ("off", "auto")
 WIDTHS = (12, 14, 15, 16, 16, 16, 16)
+PASSES, LENGTH = (1, 2, 4, 8, 16), 64
+"""Tokens of a row in the passes that are timed, and those that it has before."""
 
 
 def arithmetic(prompts: int) -> list[str]:
@@ -122,6 +128,29 @@ def epoch(number: int, plain: dict[str, Any], guessed: dict[str, Any]) -> dict[s
     return {"epoch": number, **times, **shares}
 
 
+@torch.no_grad()
+def ceiling(overrides: list[str], rows: int) -> tuple[int, float]:
+    """Return the tokens a row of the pass that computes most tokens per second, and its rate by that of one token a
+    row: generation would be so many times as fast if guesses were free and all of them right.
+    """
+    config = load_config(None, overrides)
+    dtype = getattr(torch, str(config.rollout.dtype))
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype).eval()
+    decoder, cache = native_decoder(model), SlotCache(rows, dtype, model.device)
+    assert decoder is not None, "guesses need compiled kernels"
+    decoder.refresh()
+    cache.reserve(LENGTH + PASSES[-1])
+    seconds: dict[int, list[float]] = {count: [] for count in PASSES}
+    for count in PASSES * 7:
+        slots, positions = torch.arange(rows).repeat_interleave(count), torch.arange(count).repeat(rows) + LENGTH
+        start = time.perf_counter()
+        decoder.logits(torch.ones_like(slots), slots, positions, cache)
+        seconds[count].append(time.perf_counter() - start)
+    rates = {count: count / statistics.median(of_count) for count, of_count in seconds.items()}
+    best = max(rates, key=lambda count: rates[count])
+    return best, rates[best] / rates[1]
+
+
 def medians(of_turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians of one epoch's figures over the turns, and the ratio of each turn."""
     middle = {name: statistics.median(turn[name] or 0.0 for turn in of_turns) for name in of_turns[0]}
@@ -146,8 +175,10 @@ def main() -> None:
         epochs = [medians(of_turns) for of_turns in zip(*turns, strict=True)]
         for one, share in zip(epochs, repeated(WORK / f"{name}-0-auto", arguments.steps), strict=True):
             one["repeated"] = share
+        count, most = ceiling(task, min(arguments.slots, 8 * arguments.prompts))
         rows = f"{arguments.prompts} prompts x 8 samples in {arguments.slots} slots"
         print(f"\n{name}, {arguments.dtype}: {rows}; all other metrics are equal")
+        print(f"if guesses were free and all right: {most:.2f} times as fast, with {count} tokens a row in a pass")
         heads = "passes a token  guesses a token  of them right  tokens repeated"
         print(f"epoch  seconds off  seconds auto  times as fast  {heads}")
         for one in epochs:
@@ -160,6 +191,7 @@ def main() -> None:
         known[f"{name} {arguments.dtype} {arguments.slots} slots"] = {
             **vars(arguments),
             **describe(torch.get_num_threads()),
+            "ceiling": most,
             "epochs": epochs,
         }
         RESULT.write_text(json.dumps(known, indent=1) + "\n")

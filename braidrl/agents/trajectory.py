@@ -364,10 +364,9 @@ def generated_columns(
     returned = dict[str, Ragged]()
     for column in returned_columns(columns):
         # A row without generated tokens may lack a column.
-        values = [row.get(column.name, column.empty()) for row in per_token]
-        dtype = next(
-            (entries.dtype for entries in values if len(entries)), values[0].dtype if values else column.empty().dtype
-        )
+        empty = column.empty()
+        values = [row.get(column.name, empty) for row in per_token]
+        dtype = next((entries.dtype for entries in values if len(entries)), values[0].dtype if values else empty.dtype)
         returned[column.name] = Ragged.from_rows(values, dtype)
     of_tokens = returned[VERSIONS]
     never = torch.iinfo(torch.int64).max

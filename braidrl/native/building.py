@@ -57,14 +57,15 @@ SIGNATURES: dict[str, dict[str, list[Any]]] = {
         "gated": [None, *[POINTER] * 2, *[LONG] * 2, INT],
         "attend": [INT, *[POINTER] * 3, FLOAT, *[POINTER] * 7, *[LONG] * 4, FLOAT, INT],
         "lay_out": [None, *[POINTER] * 12, *[LONG] * 3],
-        "keep": [None, *[POINTER] * 16, *[LONG] * 3],
+        "keep": [LONG, *[POINTER] * 16, *[LONG] * 3],
         "draw": [None, *[POINTER] * 8, *[LONG] * 2, INT],
     },
     "drafts": {
         "open_book": [POINTER],
         "close_book": [None, POINTER],
         "read_text": [INT, *[POINTER] * 6, *[LONG] * 2],
-        "draft": [INT, *[POINTER] * 14, *[LONG] * 3, FLOAT],
+        "read_rows": [INT, *[POINTER] * 9, *[LONG] * 2],
+        "draft": [None, *[POINTER] * 12, *[LONG] * 3, FLOAT],
     },
     "layers": {
         "norm_forward": [None, *[POINTER] * 4, *[LONG] * 2, FLOAT, INT],

@@ -190,13 +190,14 @@ void lay_out(const int64_t *slots, const int64_t *counts, const int64_t *guesses
 /* Appends to each row's response what it has drawn: tokens starts[r] .. starts[r + 1] of a pass are its last token and guesses of
    the next ones, and `drawn` is what it draws behind each. What it draws behind a wrong guess, or after its end, does not count.
    `kept` marks the tokens that count, `ended` the rows that reached a stop token or their limit. `draws` are those of `draw`, kept in
-   `kept_draws`, or NULL. */
-void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, const int64_t *drawn, const float *log_probs,
+   `kept_draws`, or NULL. Returns how many tokens count. */
+int64_t keep(const int64_t *read, const int64_t *starts, const int64_t *slots, const int64_t *drawn, const float *log_probs,
           const float *draws, int64_t *tokens, float *kept_log_probs, float *kept_draws, int64_t *current, int64_t *position,
           int64_t *counts, const int64_t *limits, const int64_t *stops, uint8_t *kept, uint8_t *ended, int64_t rows, int64_t room, int64_t stop_room) {
+    int64_t all = 0;
     for (int64_t r = 0; r < rows; r++) {
         int64_t slot = slots[r];
-        for (int64_t i = starts[r]; i < starts[r + 1]; i++) {
+        for (int64_t i = starts[r]; i < starts[r + 1]; i++, all++) {
             if (i > starts[r] && (ended[r] || read[i] != drawn[i - 1])) break;
             kept[i] = 1;
             tokens[slot * room + counts[slot]] = current[slot] = drawn[i];
@@ -207,6 +208,7 @@ void keep(const int64_t *read, const int64_t *starts, const int64_t *slots, cons
             for (int64_t s = 0; s < stop_room; s++) ended[r] |= stops[slot * stop_room + s] == drawn[i];
         }
     }
+    return all;
 }
 
 #define BLOCK 128

@@ -125,13 +125,14 @@ static measured *bin_of(measured *bins, float reliability) {
     return bins + (bin < BINS ? bin : BINS - 1);
 }
 
-/* The guess of the token that follows these contexts, and its bin; NULL without one. */
-static measured *guess_of(const book *b, measured *cells, measured *bins, const uint64_t *contexts, float uniform, int64_t *guess) {
+/* The cells of the tokens that are likeliest to follow these contexts, each NULL where nothing has; the most reliable one's token
+   is the guess. Returns the guess's bin, or NULL without a guess. */
+static measured *guess_of(const book *b, measured *cells, measured *bins, const uint64_t *contexts, float uniform, measured **of,
+                          int32_t *tokens, int64_t *guess) {
     float best = 0;
     for (int order = 0; order < ORDERS; order++) {
-        int32_t token;
-        const measured *cell = cell_of(b, cells, order, contexts[order], uniform, &token);
-        if (cell && cell->right / cell->all >= best) best = cell->right / cell->all, *guess = token;
+        const measured *cell = of[order] = cell_of(b, cells, order, contexts[order], uniform, tokens + order);
+        if (cell && cell->right / cell->all >= best) best = cell->right / cell->all, *guess = tokens[order];
     }
     return best > 0 ? bin_of(bins, best) : NULL;
 }
@@ -157,32 +158,37 @@ int read_text(book *b, measured *cells, measured *bins, const int64_t *before, c
         contexts_of(before, text, i, contexts);
         float uniform = drawn && drawn[i].low < drawn[i].high ? drawn[i].uniform : -1;
         int64_t guess;
-        measured *bin = cells ? guess_of(b, cells, bins, contexts, uniform, &guess) : NULL;
+        int32_t tokens[ORDERS];
+        measured *of[ORDERS] = {NULL}, *bin = cells ? guess_of(b, cells, bins, contexts, uniform, of, tokens, &guess) : NULL;
         if (bin) measure(bin, guess == text[i]);
         for (int order = 0; order < ORDERS; order++) {
-            int32_t token;
-            measured *cell = cells ? cell_of(b, cells, order, contexts[order], uniform, &token) : NULL;
-            if (cell) measure(cell, token == (int32_t)text[i]);
+            if (of[order]) measure(of[order], tokens[order] == (int32_t)text[i]);
             add(b, contexts[order], (int32_t)text[i], drawn ? drawn + i : NULL);
         }
     }
     return 1;
 }
 
-/* Reads what each of `rows` rows has drawn since the last call, then guesses its next tokens, of which the last before its limit is
-   of no use: drafts and the probability that all tokens up to each are right, (rows, longest), 0 from the first one that is less
-   likely than `least`. Row r is slot slots[r]; before is (slots, DEPTH), tokens and draws are (slots, room), and read, the drawn
-   tokens, their limits, and the keys and first index of the numbers that draw them are (slots). Returns 0 without memory. */
-int draft(book **books, measured *cells, measured *bins, const int64_t *before, const int64_t *tokens, const draw *draws, const int64_t *slots, int64_t *read,
-          const int64_t *drawn, const int64_t *limits, const int64_t *keys, const int64_t *first_draws, int64_t *drafts,
-          float *probabilities, int64_t rows, int64_t room, int64_t longest, float least) {
+/* Reads what each of `rows` rows has drawn since the last call. Row r is slot slots[r]; before is (slots, DEPTH), tokens and draws are
+   (slots, room), and read and drawn, the numbers of drawn tokens, are (slots). Returns 0 without memory. */
+int read_rows(book **books, measured *cells, measured *bins, const int64_t *before, const int64_t *tokens, const draw *draws,
+              const int64_t *slots, int64_t *read, const int64_t *drawn, int64_t rows, int64_t room) {
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t slot = slots[r], first = slot * room;
+        if (!read_text(books[slot], cells, bins, before + slot * DEPTH, tokens + first, draws + first, read[slot], drawn[slot])) return 0;
+        read[slot] = drawn[slot];
+    }
+    return 1;
+}
+
+/* Guesses the next tokens of rows as in `read_rows`, of which the last before a row's limit is of no use: drafts and the probability
+   that all tokens up to each are right, (rows, longest), 0 from the first one that is less likely than `least`. The limits of drawn
+   tokens, and the keys and first index of the numbers that draw them, are (slots). */
+void draft(book **books, measured *cells, measured *bins, const int64_t *before, const int64_t *tokens, const int64_t *slots,
+           const int64_t *drawn, const int64_t *limits, const int64_t *keys, const int64_t *first_draws, int64_t *drafts,
+           float *probabilities, int64_t rows, int64_t room, int64_t longest, float least) {
     memset(probabilities, 0, sizeof(float) * (size_t)(rows * longest));
     memset(drafts, 0, sizeof(int64_t) * (size_t)(rows * longest));
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t slot = slots[r], end = drawn[slot], first = slot * room;
-        if (!read_text(books[slot], cells, bins, before + slot * DEPTH, tokens + first, draws + first, read[slot], end)) return 0;
-        read[slot] = end;
-    }
     for (int64_t r = 0; r < rows; r++) {
         int64_t slot = slots[r], end = drawn[slot];
         if (!books[slot]->room) continue;
@@ -197,12 +203,13 @@ int draft(book **books, measured *cells, measured *bins, const int64_t *before, 
             uint64_t contexts[ORDERS];
             float uniform = (float)uniform_of(keys[slot], first_draws[slot] + end + d);
             contexts_of(text, text, DEPTH + d, contexts);
-            const measured *bin = guess_of(books[slot], cells, bins, contexts, uniform, text + DEPTH + d);
+            int32_t of_orders[ORDERS];
+            measured *of[ORDERS];
+            const measured *bin = guess_of(books[slot], cells, bins, contexts, uniform, of, of_orders, text + DEPTH + d);
             all *= bin ? bin->right / bin->all : 0;
             if (all < least) break;
             drafts[r * longest + d] = text[DEPTH + d];
             probabilities[r * longest + d] = all;
         }
     }
-    return 1;
 }

@@ -118,11 +118,9 @@ class Kernels:
 
     def keep(
         self, read: Pass, drawn: Tensor, values: Mapping[str, Tensor], states: SlotStates
-    ) -> tuple[Tensor, Tensor]:
-        """Append the drawn tokens of a step to its rows' states, up to the first wrong guess; return the masks of kept
-        tokens (B,) and ended rows (R,).
-
-        Mark which tokens (B,) count, and which rows (R,) have ended.
+    ) -> tuple[Tensor, int, Tensor]:
+        """Append the drawn tokens of a step to its rows' states, up to the first wrong guess; return the mask of kept
+        tokens (B,), their number, and the mask of ended rows (R,).
 
         Args:
             read: The tokens of the step.
@@ -136,7 +134,7 @@ class Kernels:
         draws = None
         if slot_draws is not None:
             draws = values[DRAWS] if DRAWS in values else torch.zeros(len(tokens), 3)
-        self._functions.keep(
+        count: int = self._functions.keep(
             *(address(integers, torch.int64) for integers in (tokens, read.starts, slots, drawn)),
             address(values[LOG_PROBS], torch.float32),
             None if draws is None else address(draws, torch.float32),
@@ -154,7 +152,7 @@ class Kernels:
             states.tokens.shape[1],
             states.stop_token_ids.shape[1],
         )
-        return kept, ended
+        return kept, count, ended
 
     def draw(
         self, logits: Tensor, temperatures: Tensor | None, greedy: Tensor | None, uniforms: Tensor

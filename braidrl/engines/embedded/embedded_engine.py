@@ -173,11 +173,11 @@ class EmbeddedEngine(SteppingEngine):
             raise EngineError(str(error)) from error
         if self.adapters is not None:
             self.adapters.changes += 1
-        if self._native is not None:
+        if (decoder := self._native or self._fused) is not None:
             # Running rows continue with the new weights; otherwise weights are packed when rows start.
-            self._native.release()
+            decoder.release()
             if self._rows:
-                self._native.refresh()
+                decoder.refresh()
         if self.images is not None and self.images.tower_changes:
             self.images.clear()
         if self.speculation is not None:
@@ -237,7 +237,9 @@ class EmbeddedEngine(SteppingEngine):
     def _begin(self, new: Mapping[int, EngineRow]) -> None:
         """Put rows into free slots, and compute the prompts that are missing."""
         self._cache.reserve(self._positions)
-        if (decoder := self._native or self._fused) is not None:
+        decoder = self._native or self._fused
+        if decoder is not None and not self._rows:
+            # While rows run, only `publish` changes weights.
             decoder.refresh()
         with_routes = any(ROUTED_EXPERTS in row.request.columns for row in new.values())
         if with_routes:
@@ -259,7 +261,7 @@ class EmbeddedEngine(SteppingEngine):
         for name, slots in by_prompt.items():
             if not self._by_rows:
                 # Copy the prompt's keys and values into the slots of all rows that start with it.
-                slot_index = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
+                slot_index = torch.tensor(slots, dtype=torch.int64, device=self._cache.device)
                 self._cache.fill(slot_index, self._prompts.prefixes.get(name))
             if with_routes:
                 # A prompt of one token has none.
@@ -294,7 +296,7 @@ class EmbeddedEngine(SteppingEngine):
             with adapted(self.adapters, policies, [len(row_ids) for row_ids in ids]):
                 prefixes = prefill(self.model, ids, ROW_MULTIPLE, placed_images)
             for slot, prefix in zip(grown, prefixes, strict=True):
-                self._cache.fill(torch.tensor([slot], device=self.model.device), prefix)
+                self._cache.fill(torch.tensor([slot], device=self._cache.device), prefix)
 
     def _decode(self) -> tuple[list[int], dict[int, list[int]]]:
         """Draw a token or several for each row.
@@ -336,10 +338,10 @@ class EmbeddedEngine(SteppingEngine):
         drawn, values = self._drawn(logits, read.uniforms, self._sampling.of(read.rows))
         if routing is not None:
             self._add_routes(values, routing, len(drawn))
-        is_kept, ended = native.kernels.keep(read, drawn, values, states)
+        is_kept, count, ended = native.kernels.keep(read, drawn, values, states)
         for name in values.keys() - {LOG_PROBS, DRAWS}:
             states.per_token[name][read.slots[is_kept], read.numbers[is_kept]] = values[name][is_kept]
-        count, checked = int(is_kept.sum()), int(read.starts[-1])
+        checked = int(read.starts[-1])
         self.tokens_generated += count
         if self.speculation is not None:
             self.speculation.observe(len(drawn), rows, checked - rows, count - rows, time.thread_time() - start)
@@ -350,7 +352,7 @@ class EmbeddedEngine(SteppingEngine):
             for slot, first in zip(self._in_use.tolist(), firsts, strict=False)
             if slot in self._watched
         }
-        return self._in_use[ended].tolist(), new
+        return [slot for slot, has_ended in zip(self._in_use.tolist(), ended.tolist(), strict=True) if has_ended], new
 
     def _drawn(self, logits: Tensor, uniforms: Tensor, sampling: BatchSampling) -> tuple[Tensor, dict[str, Tensor]]:
         """Draw tokens (N,) from logits (N, V), which are overwritten; return them with their columns, (N, ...) each."""
@@ -399,14 +401,15 @@ class EmbeddedEngine(SteppingEngine):
         index = torch.tensor(slots, device=self._states.current.device)
         tokens, drawn = self._states.tokens[index].cpu(), self._states.drawn[index].tolist()
         values = {name: held[index].cpu() for name, held in self._states.per_token.items()}
+        rows = [self._rows.pop(slot) for slot in slots]
+        if self.speculation is not None:
+            requests = {slot: row.request for slot, row in zip(slots, rows, strict=True)}
+            self.speculation.end(requests, self._states, aborted)
         self._states.end(slots)
         self._cohorts.end(slots)
-        rows = [self._rows.pop(slot) for slot in slots]
         self._has_changed = True
         ended = []
-        for number, (slot, row, count) in enumerate(zip(slots, rows, drawn, strict=True)):
-            if self.speculation is not None:
-                self.speculation.end(slot, row.request, tokens[number, :count], values[DRAWS][number, :count], aborted)
+        for number, (row, count) in enumerate(zip(rows, drawn, strict=True)):
             names = [column.name for column in returned_columns(row.request.columns) if column.name in values]
             per_token = {name: values[name][number, :count].clone() for name in names}
             if count and ROUTED_EXPERTS in per_token:
@@ -432,7 +435,7 @@ class EmbeddedEngine(SteppingEngine):
         if self.adapters is not None:
             self._policy_numbers = self.adapters.numbers_of(self._policies)
         sampling = [rows[slot].request.sampling if slot in rows else NEUTRAL for slot in slots]
-        self._sampling = batch_sampling(sampling, self.model.device)
+        self._sampling = batch_sampling(sampling, self._cache.device)
         self._with_routes = any(ROUTED_EXPERTS in row.request.columns for row in rows.values())
         self._computed = computed_in(row.request for row in rows.values())
         """The columns that the next step computes from its logits."""

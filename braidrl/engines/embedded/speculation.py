@@ -15,7 +15,7 @@ Shapes: R rows, K guesses of a row, D tokens of the longest context, T tokens of
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from statistics import median
 from typing import Any
@@ -41,6 +41,8 @@ BINS = 20
 """Bins of reliability of the best guess of all contexts, as in drafts.c."""
 LONGEST = 16
 """Guesses of a row in one pass."""
+PASS_TOKENS = 512
+"""The most tokens in one step with guesses."""
 LEAST = 0.02
 """Guesses less probable than this are not made."""
 GAIN = 1.1
@@ -103,10 +105,8 @@ class Book:
         self.address: int = functions.open_book()
         finalize(self, functions.close_book, self.address)
 
-    def read(self, text: Array, before: Array, draws: Array | None = None, start: int = 0) -> None:
-        """Add a text (T,) with the tokens before it (DEPTH,), and the draws (T, 3) of a text that was drawn. The first
-        `start` tokens of the text are there already.
-        """
+    def read(self, text: Array, before: Array, draws: Array | None = None) -> None:
+        """Add a text (T,) with the tokens before it (DEPTH,), and the draws (T, 3) of a text that was drawn."""
         before, text = (np.ascontiguousarray(ids, np.int64) for ids in (before, text))
         draws = None if draws is None else np.ascontiguousarray(draws, np.float32)
         done = self._functions.read_text(
@@ -116,7 +116,7 @@ class Book:
             before.ctypes.data,
             text.ctypes.data,
             None if draws is None else draws.ctypes.data,
-            start,
+            0,
             len(text),
         )
         if not done:
@@ -130,7 +130,8 @@ class Guesses:
         self._functions = library("drafts", torch.float32)
         self.available = self._functions is not None
         self._earlier, self._books = EarlierResponses(), dict[bytes, Book]()
-        self._prompts: list[bytes | None] = [None] * slots
+        self._prompts = dict[int, bytes]()
+        """The prompt of each slot's row."""
         self._pointers, self._preceding = np.zeros(slots, np.int64), np.zeros((slots, DEPTH), np.int64)
         self._read = np.zeros(slots, np.int64)
         """Drawn tokens of each slot's row that its book has."""
@@ -143,7 +144,8 @@ class Guesses:
 
     def begin(self, slot: int, request: Request) -> None:
         """Prepare a slot for a row that starts or resumes."""
-        ids, prompt_length = request.prompt.numpy(), len(request.prompt) - request.continues
+        ids = request.prompt.numpy()
+        prompt_length = len(ids) - request.continues
         name = ids[:prompt_length].tobytes()
         if (book := self._books.get(name)) is None:
             book = self._books[name] = Book(self._functions)
@@ -162,43 +164,33 @@ class Guesses:
         self._prompts[slot], self._pointers[slot], self._read[slot] = name, book.address, 0
         self._preceding[slot] = last_tokens(ids)
 
-    def end(self, slot: int, request: Request, drawn: Tensor, draws: Tensor, aborted: bool) -> None:
-        """Release a slot; a complete response (T,) is stored for later epochs, with its draws (T, 3)."""
-        name = self._prompts[slot]
-        assert name is not None
-        book, self._prompts[slot] = self._books[name], None
-        book.rows -= 1
-        if not book.rows:
-            del self._books[name]
-        else:
-            book.read(drawn.numpy(), self._preceding[slot], draws.numpy(), int(self._read[slot]))
-        if not aborted:
-            self.remember(request, drawn, draws)
+    def end(self, slots: Sequence[int], states: SlotStates) -> None:
+        """Release slots; the other rows of their prompts profit from what theirs have drawn."""
+        names = {slot: self._prompts.pop(slot) for slot in slots}
+        for name in names.values():
+            self._books[name].rows -= 1
+        used = [slot for slot, name in names.items() if self._books[name].rows]
+        self._read_rows(torch.tensor(used, dtype=torch.int64), states)
+        self._books = {name: book for name, book in self._books.items() if book.rows}
 
-    def remember(self, request: Request, drawn: Tensor, draws: Tensor) -> None:
-        """Store a complete response for later epochs."""
-        prompt, response, of_response = request.prompt.numpy(), drawn.numpy(), draws.numpy()
+    def remember(self, request: Request, response: Array, draws: Array) -> None:
+        """Store a complete response (T,) for later epochs, with its draws (T, 3)."""
+        prompt = request.prompt.numpy()
         if request.continues:
             prompt, earlier = np.split(prompt, [len(prompt) - request.continues])
             response = np.concatenate([earlier, response])
-            of_response = np.concatenate([np.zeros((len(earlier), 3), np.float32), of_response])
-        self._earlier.add(prompt.tobytes(), response, of_response)
+            draws = np.concatenate([np.zeros((len(earlier), 3), np.float32), draws])
+        self._earlier.add(prompt.tobytes(), response, draws)
 
     def of(self, slots: Tensor, states: SlotStates) -> tuple[Tensor, Tensor]:
         """Return guesses of the next tokens of the rows in `slots` (R,), (R, K), and the probability that all up to
         each are right, (R, K) float32.
         """
+        self._read_rows(slots, states)
         drafts, probabilities = torch.empty((len(slots), LONGEST), dtype=torch.int64), torch.empty(len(slots), LONGEST)
-        of_slots = states.drawn, states.limit, states.key, states.first_draw
-        done = self._functions.draft(
-            self._pointers.ctypes.data,
-            address(self.cells, torch.float32),
-            address(self.bins, torch.float32),
-            self._preceding.ctypes.data,
-            address(states.tokens, torch.int64),
-            address(states.per_token[DRAWS], torch.float32),
-            address(slots, torch.int64),
-            self._read.ctypes.data,
+        of_slots = slots, states.drawn, states.limit, states.key, states.first_draw
+        self._functions.draft(
+            *self._memory(states),
             *(address(integers, torch.int64) for integers in (*of_slots, drafts)),
             address(probabilities, torch.float32),
             len(slots),
@@ -206,19 +198,38 @@ class Guesses:
             LONGEST,
             LEAST,
         )
+        return drafts, probabilities
+
+    def _read_rows(self, slots: Tensor, states: SlotStates) -> None:
+        """Add what the rows in `slots` (R,) have drawn since the last call to their books."""
+        done = self._functions.read_rows(
+            *self._memory(states),
+            address(states.per_token[DRAWS], torch.float32),
+            address(slots, torch.int64),
+            self._read.ctypes.data,
+            address(states.drawn, torch.int64),
+            len(slots),
+            states.tokens.shape[1],
+        )
         if not done:
             raise MemoryError("no memory for the texts from which next tokens are guessed")
-        return drafts, probabilities
+
+    def _memory(self, states: SlotStates) -> tuple[int, ...]:
+        """Return the first arguments of `read_rows` and `draft`."""
+        measured = (address(numbers, torch.float32) for numbers in (self.cells, self.bins))
+        return self._pointers.ctypes.data, *measured, self._preceding.ctypes.data, address(states.tokens, torch.int64)
 
     def clear(self) -> None:
         """Forget the rows; responses are kept."""
         self._books.clear()
-        self._prompts = [None] * len(self._prompts)
+        self._prompts.clear()
 
 
 def last_tokens(ids: Array) -> Array:
     """Return the last DEPTH of these ids, (DEPTH,), padded with -1 at the front."""
-    return ids[-DEPTH:] if len(ids) >= DEPTH else np.concatenate([np.full(DEPTH - len(ids), -1), ids])
+    last, known = np.full(DEPTH, -1), ids[-DEPTH:]
+    last[DEPTH - len(known) :] = known
+    return last
 
 
 class PassCosts:
@@ -265,32 +276,23 @@ Costs = Callable[[int, bool], float]
 """A function that returns a pass's seconds from its number of tokens and whether some are guesses."""
 
 
-def useful_guesses(probabilities: Sequence[float], rows: int, costs: Costs, multiple: int, most: int) -> int:
+def useful_guesses(drawn: Sequence[float], rows: int, costs: Costs, multiple: int) -> int:
     """Return how many guesses a pass of `rows` rows takes to draw most tokens per second; 0 if none are worth it.
 
     Args:
-        probabilities: The guesses', in descending order.
+        drawn: The tokens that a pass is expected to draw with no guess, with the most probable one, two and so on.
         rows: Rows of the pass.
         costs: A pass's seconds.
         multiple: A pass's size is a multiple of this number of tokens.
-        most: Tokens of the largest pass.
     """
-    best, rate = 0, GAIN * rows / costs(-(-rows // multiple) * multiple, False)
-    drawn, chosen = float(rows), 0
-    for size in sizes_of(multiple, most):
-        if size <= rows:
-            continue
-        room = min(size - rows, len(probabilities))
-        drawn, chosen = drawn + sum(probabilities[chosen:room]), room
-        if chosen and drawn / costs(size, True) > rate:
-            best, rate = chosen, drawn / costs(size, True)
-        if room < size - rows:
+    best, rate, most = 0, GAIN * rows / costs(-(-rows // multiple) * multiple, False), len(drawn) - 1
+    for size in sizes_of(multiple, PASS_TOKENS):
+        chosen = min(size - rows, most)
+        if chosen > 0 and drawn[chosen] / costs(size, True) > rate:
+            best, rate = chosen, drawn[chosen] / costs(size, True)
+        if chosen == most:
             break
     return best
-
-
-PASS_TOKENS = 512
-"""The most tokens in one step with guesses."""
 
 
 class Speculation:
@@ -298,7 +300,7 @@ class Speculation:
 
     def __init__(self, slots: int, multiple: int) -> None:
         """Make one for passes of a multiple of `multiple` tokens."""
-        self.guesses, self.measured, self._multiple, self._most = Guesses(slots), PassCosts(), multiple, PASS_TOKENS
+        self.guesses, self.measured, self._multiple = Guesses(slots), PassCosts(), multiple
         self.costs: Costs = self.measured.seconds
         self._wait = self._left = 0
         """Passes between two considerations of guesses, and until the next one."""
@@ -314,12 +316,14 @@ class Speculation:
         self._unread[slot] = request
         self._left = 0
 
-    def end(self, slot: int, request: Request, drawn: Tensor, draws: Tensor, aborted: bool) -> None:
-        """Release a slot; a complete response (T,) is stored, with its draws (T, 3)."""
-        if self._unread.pop(slot, None) is None:
-            self.guesses.end(slot, request, drawn, draws, aborted)
-        elif not aborted:
-            self.guesses.remember(request, drawn, draws)
+    def end(self, ended: Mapping[int, Request], states: SlotStates, aborted: bool) -> None:
+        """Release the slots of rows that end; complete responses are stored."""
+        self.guesses.end([slot for slot in ended if self._unread.pop(slot, None) is None], states)
+        if aborted:
+            return
+        tokens, draws = states.tokens.numpy(), states.per_token[DRAWS].numpy()
+        for (slot, request), count in zip(ended.items(), states.drawn[list(ended)].tolist(), strict=True):
+            self.guesses.remember(request, tokens[slot, :count], draws[slot, :count])
 
     def clear(self) -> None:
         """Forget the rows; responses are kept."""
@@ -345,8 +349,8 @@ class Speculation:
         if self._left:
             self._left -= 1
             return None
-        perfect = [1.0] * min(self._most - rows, rows * LONGEST)
-        if not useful_guesses(perfect, rows, self.costs, self._multiple, self._most):
+        perfect = range(rows, rows * (1 + LONGEST) + 1)
+        if not useful_guesses(perfect, rows, self.costs, self._multiple):
             # The rows use the full machine: even right guesses would not be worth their cost.
             self._left = RECHECK
             return None
@@ -354,17 +358,18 @@ class Speculation:
             self.guesses.begin(slot, request)
         self._unread.clear()
         drafts, probabilities = self.guesses.of(slots, states)
-        ordered, order = probabilities.flatten().sort(descending=True, stable=True)
-        likely = [probability for probability in ordered[: max(0, self._most - rows)].tolist() if probability > 0]
-        chosen = useful_guesses(likely, rows, self.costs, self._multiple, self._most)
+        of_all = probabilities.numpy().ravel()
+        order = np.argsort(-of_all, kind="stable")[: np.count_nonzero(of_all)]
+        drawn = [float(rows), *(rows + np.cumsum(of_all[order], dtype=np.float64)).tolist()]
+        chosen = useful_guesses(drawn, rows, self.costs, self._multiple)
         if not chosen:
             self._wait = min(MOST_WAIT, 2 * self._wait + 1)
             self._left = self._wait
             return None
         self._wait = 0
         # A row's guesses are in order: none is more probable than the previous one.
-        counts = torch.bincount(order[:chosen] // LONGEST, minlength=rows)
-        return drafts, counts
+        counts = np.bincount(order[:chosen] // LONGEST, minlength=rows)
+        return drafts, torch.from_numpy(counts)
 
     def observe(self, size: int, rows: int, guesses: int, accepted: int, seconds: float) -> None:
         """Record a pass of `size` tokens, with its seconds of this thread."""

@@ -40,7 +40,7 @@ from braidrl.rewards.verify import Pending, RuleRewards, Scores
 from braidrl.runtimes.generating.loans import Loans
 
 ONE_RANK = Ranks()
-VERIFY_CHUNK = 16
+VERIFY_CHUNK = 32
 """Batch size of finished rows for the reward processes during generation."""
 
 

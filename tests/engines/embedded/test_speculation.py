@@ -16,7 +16,7 @@ from braidrl.config import load_config
 from braidrl.data.rows import FinishReason
 from braidrl.data.token_columns import token_column, token_columns
 from braidrl.engines.embedded.embedded_engine import Decoding, EmbeddedEngine
-from braidrl.engines.embedded.slot_states import SlotStates, widened
+from braidrl.engines.embedded.slot_states import DRAWS, SlotStates, widened
 from braidrl.engines.embedded.speculation import (
     CREDIT,
     DEPTH,
@@ -216,7 +216,8 @@ def test_so_many_guesses_are_taken_as_draw_most_tokens_per_second(
     def costs(size: int, guessed: bool) -> float:
         return 16 + marginal * (size - 16)
 
-    assert useful_guesses(probabilities, rows, costs, 16, 64) == expected
+    drawn = [rows + sum(probabilities[:count]) for count in range(len(probabilities) + 1)]
+    assert useful_guesses(drawn, rows, costs, 16) == expected
 
 
 def test_a_size_is_judged_by_its_own_measurements_while_they_are_recent() -> None:
@@ -233,13 +234,22 @@ def test_a_size_is_judged_by_its_own_measurements_while_they_are_recent() -> Non
     assert costs.seconds(32, True) < 2.0, "after many passes it is tried again"
 
 
-def states_with(response: Tensor, limit: int) -> SlotStates:
-    """Return the states of two slots, of which the second has a row that has drawn a response (T,)."""
+def states_with(response: Tensor, limit: int, draws: Tensor | None = None) -> SlotStates:
+    """Return the states of two slots, each with a row that has drawn a response (T,), with its draws (T, 3)."""
     states = SlotStates.idle(2, torch.float32, torch.device("cpu"), draws=True)
     states.tokens = widened(states.tokens, limit)
     states.per_token = {name: widened(values, limit) for name, values in states.per_token.items()}
-    states.tokens[1, : len(response)], states.drawn[1], states.limit[1] = response, len(response), limit
+    states.tokens[:, : len(response)], states.drawn[:], states.limit[:] = response, len(response), limit
+    if draws is not None:
+        states.per_token[DRAWS][:, : len(response)] = draws
     return states
+
+
+def remember(guesses: Guesses, request: Request, response: Tensor, draws: Tensor) -> None:
+    """Begin and end a row that draws this response (T,), with its draws (T, 3)."""
+    guesses.begin(0, request)
+    guesses.end([0], states_with(response, len(response), draws))
+    guesses.remember(request, response.numpy(), draws.numpy())
 
 
 def test_the_random_number_says_which_of_the_tokens_that_came_before_comes_next() -> None:
@@ -247,8 +257,7 @@ def test_the_random_number_says_which_of_the_tokens_that_came_before_comes_next(
     request = Request((0, 0, 0), prompt, SamplingParams())
     # Of the numbers in [0, 1), those up to 0.7 draw token 3, and those from there on token 8.
     for token, draw in ((3, [0.0, 0.7, 0.1]), (8, [0.7, 1.0, 0.9]), (3, [0.0, 0.7, 0.6])):
-        guesses.begin(0, request)
-        guesses.end(0, request, torch.tensor([token, 20]), torch.tensor([draw, [0.0, 1.0, 0.5]]), aborted=False)
+        remember(guesses, request, torch.tensor([token, 20]), torch.tensor([draw, [0.0, 1.0, 0.5]]))
     seen = set()
     for key in range(12):
         guesses.begin(1, request)
@@ -265,8 +274,7 @@ def test_a_guess_is_what_followed_the_same_context_in_an_earlier_epoch() -> None
     guesses, prompt = Guesses(2), torch.arange(5, 30)
     request = Request((0, 0, 0), prompt, SamplingParams())
     response = torch.tensor([7, 9, 7, 11, 13, 7, 15, 2])
-    guesses.begin(0, request)
-    guesses.end(0, request, response, torch.zeros(8, 3), aborted=False)
+    remember(guesses, request, response, torch.zeros(8, 3))
     guesses.begin(1, replace(request, uid=(0, 8, 0)))
     drafts, probabilities = guesses.of(torch.tensor([1]), states_with(torch.tensor([7, 9, 7]), limit=8))
     count = int((probabilities[0] > 0).sum())
@@ -276,8 +284,7 @@ def test_a_guess_is_what_followed_the_same_context_in_an_earlier_epoch() -> None
 def test_a_resumed_rows_earlier_tokens_belong_to_its_response() -> None:
     guesses, prompt = Guesses(1), torch.arange(4)
     request = Request((0, 0, 0), torch.cat([prompt, torch.tensor([8, 9])]), SamplingParams(), continues=2)
-    guesses.begin(0, request)
-    guesses.end(0, request, torch.tensor([10]), torch.tensor([[0.2, 0.5, 0.4]]), aborted=False)
+    remember(guesses, request, torch.tensor([10]), torch.tensor([[0.2, 0.5, 0.4]]))
     ((kept, draws),) = guesses._earlier.of(prompt.numpy().tobytes())
     assert kept.tolist() == [8, 9, 10]
     assert draws.tolist() == torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.2, 0.5, 0.4]]).tolist()
