@@ -30,6 +30,9 @@ PROMPT = 16
 VISION_PROMPT = IMAGE_TOKENS + 11
 """Tokens of a question about a drawing, with the marks of its message."""
 
+VLLM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+"""vLLM's own speculation: tokens that followed the same words of the row before."""
+
 
 def decode() -> list[Case]:
     """Return the generation cases: every row has a prompt of 16 tokens, in groups of 8."""
@@ -59,6 +62,9 @@ def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Comparis
     for dtype in ("float32", "bfloat16"):
         for name in ("braid", "transformers", "vllm"):
             sides.append(Side(f"{name} {dtype}", f"decode_{name}", {**case, "dtype": dtype}))
+        if tail:
+            guessing = {**case, "dtype": dtype, "speculative_config": VLLM_DRAFTS}
+            sides.append(Side(f"vllm with drafts {dtype}", "decode_vllm", guessing))
         goals += [(f"braid {dtype}", f"transformers {dtype}", goal), (f"braid {dtype}", f"vllm {dtype}", 1.0)]
     if rows == 256:
         goals.append(("braid bfloat16", "transformers float32", 2.5))

@@ -30,6 +30,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
         enable_prefix_caching=True,
         disable_log_stats=True,
         skip_tokenizer_init=True,
+        speculative_config=case.get("speculative_config"),
     )
     prompts = [{"prompt_token_ids": case["prompts"][i // case["group"]]} for i in range(len(case["lengths"]))]
 
