@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from benchmarks.duel import Side
 
@@ -33,6 +33,10 @@ class Case(ABC):
     def needs_rates(self) -> bool:
         """Return whether the summary reads the machine's rates."""
         return False
+
+    def only(self, dtypes: Collection[str]) -> Self:
+        """Return the case without the sides that compute in another dtype."""
+        return replace(self, sides=[side for side in self.sides if side.case.get("dtype", "float32") in dtypes])
 
     @abstractmethod
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:

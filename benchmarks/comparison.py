@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from benchmarks.case import Case, Found, Rates
 
@@ -31,6 +31,11 @@ class Comparison(Case):
     @property
     def needs_rates(self) -> bool:
         return self.floor is not None
+
+    def only(self, dtypes: Collection[str]) -> Self:
+        case = super().only(dtypes)
+        names = [side.name for side in case.sides]
+        return replace(case, goals=[goal for goal in self.goals if goal[0] in names and goal[1] in names])
 
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
         sides = {name: dict(numbers) for name, numbers in found.items()}
