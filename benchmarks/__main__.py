@@ -17,10 +17,12 @@ from typing import Any
 
 from benchmarks import mixtures, packing, resharding, speed, transport
 from benchmarks.case import Case
-from benchmarks.duel import OURS, duel
+from benchmarks.duel import OURS, Side, duel
 from benchmarks.machine import fast_dtypes
 
 RESULTS = Path("benchmarks/results")
+RATES = Side("the machine", "rates_braid", {})
+"""Measured in turn with the sides: the same work takes a machine longer at times."""
 BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
     "decode": speed.decode,
     "decode_vocabulary": speed.decode_vocabulary,
@@ -59,20 +61,23 @@ def main() -> None:
 def run(name: str, threads: int, rounds: int | None) -> None:
     """Run one benchmark. Results are written after each case, so that a long benchmark can be interrupted."""
     cases_of = cases_here(name)
-    machine = measured_machine(threads, any(case.needs_rates for case in cases_of))
-    head = {"benchmark": name, "date": datetime.date.today().isoformat(), **machine}
+    machine, today = described_machine(threads), datetime.date.today().isoformat()
+    head = {"benchmark": name, "date": today, "machine": machine}
     cases: list[dict[str, Any]] = []
     for case in cases_of:
         load, turns, count = os.getloadavg()[0], rounds or case.rounds, case.threads or threads
+        sides = [*case.sides, *([RATES] if case.needs_rates else [])]
         if case.at_once:
-            found = duel(case.sides, turns, count)
+            found = duel(sides, turns, count)
         else:
-            found = {side.name: duel([side], turns, count)[side.name] for side in case.sides}
-        summary = case.summary(found, head["rates"])
+            found = {side.name: duel([side], turns, count)[side.name] for side in sides}
+        rates = found.pop(RATES.name, {})
+        summary = case.summary(found, rates)
         print(f"\n{case.name}\n{case.table(summary)}", flush=True)
-        cases.append({"case": case.name, "threads": count, "rounds": turns, "load_before": round(load, 1), **summary})
+        about = {"threads": count, "rounds": turns, "load_before": round(load, 1), "rates": rates}
+        cases.append({"case": case.name, **about, **summary})
         RESULTS.mkdir(exist_ok=True)
-        result_file(name, head["machine"]).write_text(json.dumps({**head, "cases": cases}, indent=1) + "\n")
+        result_file(name, machine).write_text(json.dumps({**head, "cases": cases}, indent=1) + "\n")
 
 
 def cases_here(name: str) -> list[Case]:
@@ -97,12 +102,9 @@ def kind(machine: Mapping[str, Any]) -> str:
     return "-".join([*words, str(machine["family"]), *machine["vector_units"][-1:]])
 
 
-def measured_machine(threads: int, rates: bool) -> dict[str, Any]:
-    """Return the machine's description and, where asked for, its rates, measured by a process with as many threads as
-    the sides have.
-    """
-    asked = [str(threads), *(["rates"] if rates else [])]
-    done = start(OURS, "benchmarks.machine", *asked, threads=threads, stdout=subprocess.PIPE, text=True)
+def described_machine(threads: int) -> dict[str, Any]:
+    """Return the machine's description by a process with as many threads as the sides have."""
+    done = start(OURS, "benchmarks.machine", str(threads), threads=threads, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -330,6 +330,7 @@ class EmbeddedEngine(SteppingEngine):
         # This thread's seconds: time taken by other programs is not part of a pass's cost.
         states, start, rows = self._states, time.thread_time(), len(self._in_use)
         guesses = None if self.speculation is None else self.speculation.choose(self._in_use, states)
+        chosen = time.thread_time()
         read = native.kernels.lay_out(self._in_use, guesses, states, self._multiple)
         routing = Routing() if self._with_routes else None
         with routed(routing):
@@ -344,7 +345,8 @@ class EmbeddedEngine(SteppingEngine):
         checked = int(read.starts[-1])
         self.tokens_generated += count
         if self.speculation is not None:
-            self.speculation.observe(len(drawn), rows, checked - rows, count - rows, time.thread_time() - start)
+            seconds = time.thread_time() - chosen, chosen - start
+            self.speculation.observe(len(drawn), rows, checked - rows, count - rows, *seconds)
             self.speculated = (self.speculated or Speculated()) + Speculated(rows, count, checked - rows, count - rows)
         firsts = read.numbers[read.starts[:-1]].tolist() if self._watched else []
         new = {

@@ -371,9 +371,11 @@ class Speculation:
         counts = np.bincount(order[:chosen] // LONGEST, minlength=rows)
         return drafts, torch.from_numpy(counts)
 
-    def observe(self, size: int, rows: int, guesses: int, accepted: int, seconds: float) -> None:
-        """Record a pass of `size` tokens, with its seconds of this thread."""
+    def observe(self, size: int, rows: int, guesses: int, accepted: int, seconds: float, choosing: float) -> None:
+        """Record a pass of `size` tokens with this thread's seconds, and those in which its guesses were chosen, or
+        none were.
+        """
         self.measured.add(size, guesses > 0, seconds)
         self._passes += 1
         saved = (rows + accepted) / rows - seconds / self._plain if guesses else LOSS
-        self._credit = min(2 * CREDIT, self._credit + saved)
+        self._credit = min(2 * CREDIT, self._credit + saved - choosing / self._plain)

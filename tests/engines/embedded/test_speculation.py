@@ -186,11 +186,11 @@ def test_guesses_whose_passes_cost_more_than_expected_lose_few_passes() -> None:
     assert speculation is not None
     record = speculation.observe
 
-    def observe(size: int, rows: int, guesses: int, accepted: int, seconds: float) -> None:
+    def observe(size: int, rows: int, guesses: int, accepted: int, seconds: float, choosing: float) -> None:
         nonlocal passes, lost
         passes += 1
         lost += 4.0 - (rows + accepted) / rows if guesses else 0.0
-        record(size, rows, guesses, accepted, 4.0 if guesses else 1.0)
+        record(size, rows, guesses, accepted, 4.0 if guesses else 1.0, 0.0)
 
     speculation.observe = observe  # type: ignore[method-assign]
     for _ in range(2):
@@ -218,6 +218,32 @@ def test_so_many_guesses_are_taken_as_draw_most_tokens_per_second(
 
     drawn = [rows + sum(probabilities[:count]) for count in range(len(probabilities) + 1)]
     assert useful_guesses(drawn, rows, costs, 16) == expected
+
+
+def test_looking_for_guesses_that_are_never_made_costs_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("qwen3", torch.float32, True, slots=16)
+    speculation, looked, lost, passes = engine.speculation, False, 0.0, 0
+    assert speculation is not None
+    # Sixteen right guesses of each row would be worth it; the ones that are found are not.
+    speculation.costs = lambda size, guessed: 12.0 if guessed else 1.0
+    find, record = speculation.guesses.of, speculation.observe
+
+    def of(slots: Tensor, states: SlotStates) -> tuple[Tensor, Tensor]:
+        nonlocal looked
+        looked = True
+        return find(slots, states)
+
+    def observe(size: int, rows: int, guesses: int, accepted: int, seconds: float, choosing: float) -> None:
+        nonlocal looked, lost, passes
+        assert not guesses
+        lost, passes = lost + looked, passes + 1
+        record(size, rows, guesses, accepted, 1.0, float(looked))
+        looked = False
+
+    monkeypatch.setattr(speculation.guesses, "of", of)
+    monkeypatch.setattr(speculation, "observe", observe)
+    engine.generate(make_requests(groups=8, samples=4, sampling=REPEATING))
+    assert passes > 50 and 2 <= lost < CREDIT + LOSS * passes + 1.0
 
 
 def test_a_size_is_judged_by_its_own_measurements_while_they_are_recent() -> None:
